@@ -14,11 +14,11 @@ class CheckpointOptions:
 
     save_freq: int = option(1000, "Steps between checkpoints.", min=1)
     save_every_s: float | None = option(
-        None, "Besides, take a checkpoint at the first log step this many seconds after the last one.", above=0
+        None, "Also save a checkpoint at the first log step this many seconds after the last one.", above=0
     )
     keep_checkpoints: int = option(2, "Number of newest checkpoints to keep.", min=1)
     keep_best: int = option(
-        0, "Number of best checkpoints to keep besides the newest: those with the most success while training.", min=0
+        0, "Number of best checkpoints to keep besides the newest: those with the most success in training.", min=0
     )
 
 
@@ -28,21 +28,21 @@ class LogOptions(CheckpointOptions):
 
     keep_best: int = option(
         0,
-        "Number of best checkpoints to keep besides the newest: with the lowest held-out loss (--eval_steps; else "
-        "training loss).",
+        "Number of best checkpoints to keep besides the newest: those with the lowest held-out loss (training loss "
+        "without --eval_steps).",
         min=0,
     )
-    log_freq: int = option(50, "Steps between lines of metrics.jsonl.", min=1)
+    log_freq: int = option(50, "Steps between two lines of metrics.jsonl.", min=1)
     eval_steps: int = option(
         0,
-        "Steps between measurements of the loss on held-out episodes (--dataset.eval_split); 0: never.",
+        "Steps between measurements of the loss on held-out episodes (--dataset.eval_split). 0: never.",
         min=0,
         requires={"dataset.eval_split": "no episode is held out to compute a loss on"},
     )
     # The rows are divided among the tasks and evenly spaced within each task.
     max_eval_samples: int = option(
         0,
-        "Rows that the held-out loss is measured on, at most, but one of each task; 0: all.",
+        "Maximum number of rows for the held-out loss, at least one of each task. 0: all rows.",
         min=0,
         requires={"eval_steps": "it is of the held-out loss, which is not measured"},
     )
@@ -78,24 +78,24 @@ class BestCheckpointOptions(LogOptions):
     # Other processes evaluate, and training does not wait for them (evaluation/during.py).
     env_eval_freq: int = option(
         20_000,
-        "Steps between checkpoints that play --eval.n_episodes in --env.type, beside the training; the last one always "
-        "does. 0: the last one only.",
+        "Steps between checkpoints that are evaluated beside the training, on --eval.n_episodes in --env.type. The "
+        "last checkpoint always is. 0: only the last one.",
         min=0,
     )
     # Without a measured score, the lowest training loss since the previous checkpoint ranks a checkpoint.
     keep_best: int = option(
         0,
-        "Number of best checkpoints to keep besides the newest: with the lowest held-out loss (--eval_steps; else "
-        "training loss), or 2,success: with the most success in --env.type.",
+        "Number of best checkpoints to keep besides the newest: those with the lowest held-out loss (training loss "
+        "without --eval_steps), or with 2,success those with the most success in --env.type.",
         form="a whole number, or one with what is best, as 2,loss or 2,success",
         min=0,
     )
     keep_best_by: Literal["loss", "success"] = option(
-        "loss", "What the best checkpoints are best by; --keep_best 2,success sets it.", flag=None
+        "loss", "Measure of the best checkpoints; --keep_best 2,success sets it.", flag=None
     )
     export: Literal["last", "best"] = option(
         "last",
-        "What becomes of OUTPUT_DIR/pretrained_model: the last step, or the best checkpoint by the held-out loss.",
+        "Source of OUTPUT_DIR/pretrained_model: the last step, or the checkpoint with the lowest held-out loss.",
         requires={"eval_steps": "the best by the held-out loss, which is not measured"},
     )
 

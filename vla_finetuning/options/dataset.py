@@ -19,15 +19,15 @@ class ImageTransformOptions:
     """LeRobot's image transforms, for frames that are trained on; done on the device (policies/augment.py)."""
 
     enable: bool = option(
-        False, "Change training frames by LeRobot's image transforms.", conflicts={"train.augmentation": ""}
+        False, "Augment training frames with LeRobot's image transforms.", conflicts={"train.augmentation": ""}
     )
     max_num_transforms: int = option(
         3, "Number of transforms applied to each camera of each row, drawn by their weights.", min=1
     )
-    random_order: bool = option(False, "Apply transforms in the order in which they were drawn, not in that of `tfs`.")
+    random_order: bool = option(False, "Apply transforms in random order, not in the order of `tfs`.")
     tfs: dict[str, Any] = option(
         {},
-        "The transforms; LeRobot's own when empty.",
+        "The transforms. Default: LeRobot's.",
         form="""JSON, as '{"dark": {"weight": 1.0, "type": "ColorJitter", "kwargs": {"brightness": [0.5, 0.9]}}}'""",
         only_with="dataset.image_transforms.enable",
     )
@@ -39,55 +39,57 @@ class DatasetOptions:
 
     root: str | None = option(
         None,
-        "A LeRobot dataset (v3.0, v2.1 or v2.0): a local folder, s3://, gs:// or az://, or several, with commas.",
+        "A LeRobot dataset (v3.0, v2.1 or v2.0): a local folder, s3://, gs:// or az://. Separate several with commas.",
         conflicts={"dataset.repo_id": "", "dataset.mixture": ""},
     )
     repo_id: str | None = option(
         None,
-        "A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json.",
+        "A dataset on the Hugging Face Hub. The run's config.json pins its revision.",
         conflicts={"dataset.mixture": ""},
     )
     revision: str | None = option(
         None,
-        "Branch, tag or commit of --dataset.repo_id; the newest when absent.",
+        "Branch, tag or commit of --dataset.repo_id. Default: the newest.",
         requires={"dataset.repo_id": "it is of a dataset on the Hub"},
     )
     mixture: dict[str, float | dict[str, Any]] | str = option(
         {},
-        "Datasets and their weights, instead of root. Each gives every epoch rows in proportion to its weight, "
-        "whatever its size; an epoch is as many rows as the datasets hold together. @FILE: a YAML file, whose members "
-        "may be of robots that differ (docs/robots.md).",
+        "Datasets and their weights, instead of root. An epoch has rows of each dataset in proportion to its weight, "
+        "and as many rows as the datasets together. @FILE: a YAML file, whose members may be of several robots "
+        "(docs/robots.md).",
         form="""JSON, as '{"s3://bucket/a": 3, "/data/b": 1}', or @FILE""",
     )
     # A dimension must have the same meaning in every dataset.
     dimension_map: dict[str, dict[str, str]] = option(
         {},
-        "Names of a mixture's state and action dimensions that differ from the first dataset's, and the first "
-        "dataset's names for them. Dimensions are ordered by name, as in the first dataset.",
+        "The first dataset's names for state and action dimensions that other datasets of a mixture name differently. "
+        "Dimensions are ordered by name, as in the first dataset.",
         form="""JSON, as '{"action": {"shoulder": "joint_0"}}'""",
     )
     mixed_ranges: bool = option(
-        False, "Accept datasets whose values reach more than 10 times as far as another's: other units, as a rule."
+        False,
+        "Accept datasets whose values are more than 10 times as large as another's, which usually means different "
+        "units.",
     )
     mixture_stats: Literal["weights", "frames"] = option(
         "weights",
-        "How datasets of a mixture count in the normalisation statistics: by their weights, as in what is trained on, "
-        "or by their frames.",
+        "Weight of each dataset of a mixture in the normalisation statistics: as in training (weights), or by its "
+        "number of frames.",
     )
     robot_in_prompt: bool = option(
         False,
-        "Of robots that differ in one run: begin each instruction with the name of its robot. On the robot they must "
-        "begin alike (docs/robots.md).",
+        "With several robots: begin each instruction with the robot's name. The robot's client must do the same "
+        "(docs/robots.md).",
     )
     statistics: Literal["auto", "exact", "stored", "lerobot"] = option(
         "auto",
-        "Normalisation statistics (docs/statistics.md). exact: computed over all frames of the training episodes, with "
-        "true quantiles. stored: those in meta/stats.json. lerobot: the same, and missing ones as LeRobot computes "
-        "them, which averages the quantiles of episodes. auto: stored where they describe the data, otherwise exact.",
+        "Normalisation statistics (docs/statistics.md). exact: over all frames of the training episodes, with exact "
+        "quantiles. stored: from meta/stats.json. lerobot: the same, and missing ones as LeRobot computes them, with "
+        "averaged quantiles. auto: stored if they describe the data, otherwise exact.",
     )
     episodes: list[int] | dict[str, list[int]] | None = option(
         None,
-        "Episodes to use; all when absent. Of several datasets, JSON by root; a root without an entry gives all.",
+        "Episodes to use. Default: all. For several datasets, JSON by root; a root without an entry uses all.",
         form="""episode numbers, as 3,7,20:30 (20 to 29), or JSON, as '{"/data/a": [0, 1]}'""",
     )
     exclude_episodes: list[int] | dict[str, list[int]] | str | None = option(
@@ -97,99 +99,101 @@ class DatasetOptions:
     )
     tasks: list[str] | None = option(
         None,
-        "Use only episodes with a task that one of these patterns fits.",
+        "Use only episodes with a task that matches one of these patterns.",
         form="patterns, as 'pick*,*the red bin'",
     )
     eval_split: float = option(
-        0.0, "Share of the episodes held out for the open-loop error at the end of the run.", min=0, below=1
+        0.0, "Share of the episodes to hold out for the open-loop error at the end of the run.", min=0, below=1
     )
     # Off, as in lerobot-train.
     image_transforms: ImageTransformOptions = field(default_factory=ImageTransformOptions)
     use_imagenet_stats: bool = option(
         True,
-        "Normalise images by ImageNet's mean and standard deviation, as lerobot-train does, instead of the dataset's; "
-        "for policies that normalise images.",
+        "For policies that normalise images: use ImageNet's mean and standard deviation, as lerobot-train does, "
+        "instead of the dataset's.",
     )
     drop_n_last_frames: int | None = option(
         None,
-        "Number of frames at the end of each episode that are not trained on; the policy type's own when absent "
-        "(diffusion: those whose action chunk would be mostly padding).",
+        "Number of frames at the end of each episode to leave out of training. Default: the policy type's (diffusion: "
+        "frames whose action chunk would be mostly padding).",
         min=0,
     )
     # In an idle frame no dimension of state or action moves by a thousandth of its range (data/idle.py).
     skip_idle: float | None = option(
         None,
         "Leave out training frames in which nothing moves for longer than this many seconds. Action chunks of other "
-        "frames still hold their actions.",
+        "frames still include their actions.",
         above=0,
     )
     # data/episode_weights.py lists the forms. Weights do not change a dataset's share of a mixture.
     episode_weights: str | None = option(
         None,
-        "How often each training episode comes in an epoch, on average; 0 leaves it out.",
+        "Mean number of times that each training episode comes in an epoch. 0 leaves it out.",
         form="a column of the dataset's meta/episodes, or @FILE",
         file="@",
     )
     state_features: list[str] | None = option(
         None,
-        "Features, by the dataset's names, that are joined into observation.state in this order, as float32.",
+        "Features, by the dataset's names, to join into observation.state in this order, as float32.",
         form="dataset keys, as joint_position,gripper_position",
     )
     camera_keys: list[str] | None = option(
         None,
-        "Cameras to decode; those that the policy wants when absent.",
+        "Cameras to decode. Default: those that the policy uses.",
         form="dataset keys, as observation.images.top,observation.images.wrist",
     )
     missing_cameras: MissingCameras = option(
-        "error", "A camera that the policy has and the dataset lacks: an error, or a masked image."
+        "error", "Action for a camera of the policy that the dataset lacks: an error, or a masked image."
     )
     # Smaller rows need less bandwidth, and a shuffle window holds more of them.
     image_size: list[int] | Literal["auto", "stored"] = option(
         "auto",
-        "Size of frames as they leave the decoder. auto: the policy's own, where it fits frames into one size anyway "
-        "and that at least halves a row. stored: as they are, bit for bit as LeRobot reads them.",
+        "Size of decoded frames. auto: the policy's size, if the policy resizes frames anyway and a row is then at "
+        "most half as large. stored: as stored, bit for bit as LeRobot reads them.",
         form="auto, stored, or [height, width] in pixels",
     )
     on_error: OnError = option(
         "stop",
-        "An episode that cannot be read: stop the run, or skip it: its rows keep their places in the batches but do "
-        "not count in the loss, and OUTPUT_DIR/skipped.jsonl names it.",
+        "Action for an episode that cannot be read. stop: end the run. skip: its rows keep their places in the "
+        "batches, do not count in the loss, and are listed in OUTPUT_DIR/skipped.jsonl.",
     )
     # A run that skips more would train on another dataset than config.json names.
     max_skipped: float = option(
         0.01,
-        "With --dataset.on_error skip: the share of rows that may be skipped, of those trained on so far and at least "
-        "of an epoch's. A run that skips more ends.",
+        "With --dataset.on_error skip: maximum share of skipped rows, of the rows trained so far and at least of an "
+        "epoch's. A run that skips more ends.",
         min=0,
         max=1,
         only_with="dataset.on_error=skip",
     )
-    shuffle_window: int = option(512, "Rows shuffled among themselves, bounded by memory (docs/data_engine.md).", min=1)
+    shuffle_window: int = option(
+        512, "Number of rows that are shuffled together, bounded by memory (docs/data_engine.md).", min=1
+    )
     # The cache helps if a node's share of the dataset fits and is read more than once.
     cache_dir: str | None = option(
-        None, "A folder on each node's own disk that caches what is read from an object store."
+        None, "A folder on each node's own disk that caches bytes read from an object store."
     )
     frame_cache: str | None = option(
         None,
         "A folder on each node's own disk that caches decoded frames, for later epochs and runs on the same dataset. "
-        "auto: in VLA_FRAMES_DIR, where a run reads its frames more than once and they fit the disk.",
+        "auto: VLA_FRAMES_DIR, if the run reads frames more than once and they fit the disk.",
     )
     # This needs cached frames, and one node or one shard per node. Otherwise a node decodes single frames until it has
     # cached the whole dataset.
     global_shuffle: bool = option(
-        False, "From the second epoch on, draw rows one by one from the whole dataset instead of in segments."
+        False, "From the second epoch on, draw single rows from the whole dataset instead of segments."
     )
     # Each node reads one shard for its workers, so the second epoch reads frames that the node cached in the first
     # (docs/data_engine.md).
     shards: int = option(
         1,
-        "Divide the rows into this many equal shards, with equally many rows of each in every batch: as many as there "
-        "are nodes with workers.",
+        "Divide the rows into this many equal shards, with equally many rows of each in every batch. Give the number "
+        "of nodes with workers.",
         min=1,
     )
     shard_rows: int | None = option(
         None,
-        "Rows of a shard that come in turn; those that the workers of a node take at once when absent.",
+        "Consecutive rows of a shard in the stream. Default: the rows that the workers of a node take at once.",
         flag=None,
         min=1,
     )

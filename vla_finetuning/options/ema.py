@@ -11,10 +11,10 @@ from vla_finetuning.options.fields import option
 class EmaOptions:
     """An exponential moving average of the weights that train, fp32 (lerobot-train has none; openpi does)."""
 
-    enable: bool = option(False, "Average the weights that train; any option of the average asks for it.")
+    enable: bool = option(False, "Average the trained weights. --ema.decay implies it.")
     # openpi's default; its LIBERO recipe has 0.999.
     decay: float = option(
-        0.99, "Share of the average that stays at every step: 0.99 averages about the last 100 steps.", above=0, below=1
+        0.99, "Decay of the average per step: 0.99 averages about the last 100 steps.", above=0, below=1
     )
 
     def describe(self) -> list[str]:

@@ -16,12 +16,13 @@ class EnvironmentOptions:
 
     env_type: str | None = option(
         None,
-        "An environment, as LeRobot names it: two_bins, metaworld; gym: any that gymnasium registers.",
+        "An environment by LeRobot's name, such as two_bins or metaworld. gym: any environment registered with "
+        "gymnasium.",
         flag="env.type",
     )
     env_options: list[str] = option(
         [],
-        "An option of the environment itself: --env.task reach-v3. --env.discover_packages_path PACKAGE registers "
+        "An option of the environment, such as --env.task reach-v3. --env.discover_packages_path PACKAGE registers "
         "environments of your own (docs/simulators.md).",
         flag="env.*",
         requires={"env.type": "in which environment?"},
@@ -32,20 +33,20 @@ class EnvironmentOptions:
 class EvalOptions:
     """Evaluation in an environment. None of it changes what comes out."""
 
-    n_episodes: int = option(50, "Episodes to play, of each task.", min=1)
-    batch_size: int = option(32, "Rows that a policy decides for at once, at most.", min=1)
+    n_episodes: int = option(50, "Number of episodes to play in each task.", min=1)
+    batch_size: int = option(32, "Maximum number of rows in a batch of the policy.", min=1)
     exact: bool = option(
         False,
-        "Fill every batch up to batch_size, and compute it in one thread on CPUs: rounding then depends neither on how "
-        "many episodes happen to wait nor on the machine's cores.",
+        "Fill every batch up to batch_size, and compute it in one thread on CPUs. Rounding then depends neither on "
+        "the number of waiting episodes nor on the machine's cores.",
     )
     env_actors: int | None = option(
-        None, "Processes that simulate, half a CPU each; as many as there is capacity for when absent.", min=1
+        None, "Number of simulation processes, with half a CPU each. Default: as many as the capacity allows.", min=1
     )
     policy_actors: int | None = option(
         None,
-        "Processes that decide, half a CPU each and a GPU where there are any; when absent one on a GPU, or up to four "
-        "on CPUs.",
+        "Number of policy processes, with half a CPU each, and a GPU if there are any. Default: one on a GPU, or up "
+        "to four on CPUs.",
         min=1,
     )
 

@@ -21,99 +21,104 @@ class GrpoOptions:
 
     method: Method = option(
         "grpo",
-        "grpo: clipped policy gradient, returns compared within a group. ppo: clipped policy gradient, decisions "
-        "compared with a critic that learns beside the policy. filtered: imitation of the episodes that succeeded, "
-        "which has no stop by divergence. All on the same episodes.",
+        "grpo: clipped policy gradient that compares returns within a group. ppo: clipped policy gradient that "
+        "compares decisions through a learned critic. filtered: imitation of the successful episodes, without a stop "
+        "by divergence. All play the same episodes.",
     )
     demonstrations: str | None = option(
         None,
-        "A LeRobot dataset, whose rows are half of each minibatch of --grpo.method filtered: a policy that imitates "
-        "its own samples alone loses precision.",
+        "With --grpo.method filtered: a LeRobot dataset whose rows are half of each minibatch. A policy that imitates "
+        "only its own samples loses precision.",
         file="path",
         requires={"grpo.method=filtered": "only imitation takes them"},
     )
-    iterations: int = option(100, "Iterations: groups x group_size episodes each, then updates.", min=1)
-    groups: int = option(16, "Groups of an iteration.", min=1)
-    group_size: int = option(8, "Episodes of a group, all from the same initial state.", min=2)
+    iterations: int = option(
+        100, "Number of iterations. Each plays groups x group_size episodes and then updates the policy.", min=1
+    )
+    groups: int = option(16, "Number of groups in an iteration.", min=1)
+    group_size: int = option(8, "Number of episodes in a group. They share an initial state.", min=2)
     resample: int = option(
         0,
-        "Times that groups whose returns are all equal are replaced by groups that begin elsewhere (dynamic sampling). "
-        "The episodes count.",
+        "Maximum number of times to replace groups with equal returns by groups from other initial states (dynamic "
+        "sampling). Counts of episodes include replaced ones.",
         min=0,
         conflicts={
             "grpo.method=filtered": "it learns from every success, also of groups whose returns are all equal; "
             "leave it out",
         },
     )
-    reward: Reward = option(
-        "success", "What an episode is worth: success (1 or 0), or its return (the sum of its rewards)."
-    )
-    flow_steps: int = option(5, "Steps of the random sampler from noise to actions (rl/sampler.py).", min=1)
-    noise_level: float = option(0.5, "How much noise the random sampler adds (a).", above=0)
-    random_steps: Literal["all", "one"] = option("all", "Steps of each decision that are random.")
-    epochs: int = option(2, "Passes over an iteration's decisions.", min=1)
+    reward: Reward = option("success", "Return of an episode: success (1 or 0), or return, the sum of its rewards.")
+    flow_steps: int = option(5, "Number of the random sampler's steps from noise to actions (rl/sampler.py).", min=1)
+    noise_level: float = option(0.5, "Noise of the random sampler (a in docs/grpo.md).", above=0)
+    random_steps: Literal["all", "one"] = option("all", "Sampler steps of each decision that add noise: all, or one.")
+    epochs: int = option(2, "Number of passes over an iteration's decisions.", min=1)
     minibatch: int = option(
-        64, "Decisions of a minibatch over all workers, evenly cut; the presets of GPUs have 2048.", min=1
+        64,
+        "Number of decisions in a minibatch over all workers. An iteration is cut into equal minibatches. The presets "
+        "of GPUs have 2048.",
+        min=1,
     )
-    clip_low: float = option(0.2, "The ratio of probabilities is clipped at 1 - clip_low below.", above=0, below=1)
-    clip_high: float = option(0.2, "The ratio of probabilities is clipped at 1 + clip_high above.", above=0)
-    dual_clip: float | None = option(3.0, "Bound of a bad episode's loss; null: none.", above=0)
+    clip_low: float = option(0.2, "Lower bound of the probability ratio: 1 - clip_low.", above=0, below=1)
+    clip_high: float = option(0.2, "Upper bound of the probability ratio: 1 + clip_high.", above=0)
+    dual_clip: float | None = option(
+        3.0, "Bound of the loss for negative advantages (dual clip). null: no bound.", above=0
+    )
     normalise: bool = option(True, "Divide advantages by the group's standard deviation.")
-    gamma: float = option(0.99, "Discount of rewards per decision, with --grpo.method ppo.", above=0, max=1)
+    gamma: float = option(0.99, "With --grpo.method ppo: discount of rewards per decision.", above=0, max=1)
     gae_lambda: float = option(
-        0.95, "Weight of later decisions in an advantage (GAE), with --grpo.method ppo.", min=0, max=1
+        0.95, "With --grpo.method ppo: weight of later decisions in an advantage (GAE).", min=0, max=1
     )
     bootstrap_time_limit: bool = option(
         False,
-        "Add the critic's value of the last state to the reward of an episode that ends because its time is over, with "
-        "--grpo.method ppo: for dense rewards, which would have gone on.",
+        "With --grpo.method ppo: add the critic's value of the last state to the last reward of an episode that ends "
+        "at its time limit. For dense rewards.",
         requires={"grpo.method=ppo": "only a critic knows what a state is worth"},
     )
-    value_lr: float = option(1e-3, "Learning rate of the critic of --grpo.method ppo.", above=0)
+    value_lr: float = option(1e-3, "With --grpo.method ppo: learning rate of the critic.", above=0)
     value_clip: float | None = option(
         0.2,
-        "Bound of the change of a value in an iteration, as a clipped loss; null: no bound. With --grpo.method ppo.",
+        "With --grpo.method ppo: bound of a value's change in an iteration, as a clipped loss. null: no bound.",
         above=0,
     )
     target_kl: float | None = option(
         0.001,
-        "Divergence from the policy that acted at which an iteration's updates end, per executed dimension: of each of "
-        "the n_action_steps x action dimensions of a step; null: they never end early.",
+        "End an iteration's updates when the divergence from the acting policy exceeds this, per executed dimension "
+        "(n_action_steps x action dimensions). null: never.",
         above=0,
     )
     kl: float = option(
         0.0,
-        "Weight of the divergence from the policy that the run started from. Above 0 a second replica is held.",
+        "Weight of the divergence from the initial policy. A value above 0 needs a second replica in memory.",
         min=0,
         conflicts={"grpo.method=filtered": "imitation has no such term; leave it out"},
     )
-    warmup: int = option(3, "Iterations over which the learning rate rises; after that it stays.", min=0)
+    warmup: int = option(3, "Number of iterations over which the learning rate rises to its constant value.", min=0)
     eval_every: int = option(
         10,
-        "Iterations between evaluations: --eval.n_episodes held-out episodes by the deterministic sampler.",
+        "Iterations between evaluations of --eval.n_episodes held-out episodes with the deterministic sampler.",
         min=1,
     )
     reserved_states: int = option(
         10,
-        "Initial states of each task that only evaluation uses, the last ones, where the environment has a list of "
-        "them (LIBERO: 50 a task).",
+        "Number of initial states of each task that only evaluation uses, from the end of the environment's list "
+        "(LIBERO has 50 per task).",
         min=0,
     )
     env_actors: int = option(
         2,
-        "Processes of each training worker that simulate, in two halves that take turns with inference.",
+        "Number of simulation processes of each training worker, in two halves that alternate with inference.",
         min=1,
     )
-    envs_per_actor: int = option(8, "Environments of each of these processes.", min=1)
-    env_actor_cpus: float = option(1.0, "CPUs that each of these processes holds.", above=0)
-    inference_batch: int = option(64, "Decisions that the policy makes at once, at most.", min=1)
+    envs_per_actor: int = option(8, "Number of environments in each simulation process.", min=1)
+    env_actor_cpus: float = option(1.0, "CPUs of each simulation process.", above=0)
+    inference_batch: int = option(64, "Maximum number of decisions in a batch of the policy.", min=1)
     record_dataset: str | None = option(
         None,
-        "Write the episodes that were played to learn from, failures included, as a LeRobot dataset with next.success, "
-        "next.reward and next.done when the run is done: a new folder; on a cluster a path that all nodes share.",
+        "Write the training episodes, including failures, as a LeRobot dataset with next.success, next.reward and "
+        "next.done at the end of the run. A new folder, on a cluster on a path that all nodes share.",
         file="path",
     )
-    record_every: int = option(1, "Iterations from one recorded one to the next, with --grpo.record_dataset.", min=1)
+    record_every: int = option(1, "With --grpo.record_dataset: record every n-th iteration.", min=1)
 
     def check(self, config: Any) -> None:
         check_recorded(self.record_dataset, "--grpo.record_dataset")

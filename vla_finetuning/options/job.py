@@ -22,26 +22,27 @@ PER_START = ("resume", "dry_run", "policy_trust_remote_code")
 class JobOptions:
     """The run and its folder."""
 
-    preset: str | None = option(None, "A set of flags that come before those given; see Presets.")
+    preset: str | None = option(None, "A set of flags, placed before the given ones. See Presets.")
     output_dir: str | None = option(
         None,
-        "The run's folder: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER or a path all nodes share.",
+        "Folder of the run: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER or a path that all nodes "
+        "share.",
         file="path",
     )
     resume: bool = option(
         False,
-        "Go on with the run in output_dir. auto: if there is one, else start it, as a job that is retried wants.",
+        "Continue the run in output_dir. auto: start it if there is none, for jobs with retries.",
         form="true, false or auto",
     )
     lease: bool = option(
         True,
-        "Have the store of output_dir refuse a second process that drives this run. false: for a store without "
-        "conditional writes, where nothing but you prevents that.",
+        "Let the store of output_dir refuse a second process that drives this run. false: for a store without "
+        "conditional writes; you must then prevent a second process.",
     )
     dry_run: bool = option(False, "Check everything and print the plan; train nothing.")
-    seed: int = option(1000, "Seed of everything that is drawn at random.", min=0, max=MAX_SEED)
-    track: TrackerName | None = option(None, "Draw the curves in a tracker, besides metrics.jsonl.")
-    track_project: str = option("vla-fine-tuning", "The tracker's project.")
+    seed: int = option(1000, "Seed of all random numbers.", min=0, max=MAX_SEED)
+    track: TrackerName | None = option(None, "Also log metrics to a tracker.")
+    track_project: str = option("vla-fine-tuning", "Project name in the tracker.")
 
     def check(self, config: Any) -> None:
         check_output(self.output_dir)
@@ -68,7 +69,7 @@ class RunOptions:
     """Records of a run."""
 
     record_rows: bool = option(
-        False, "Write which rows each micro-batch held, for `python -m diagnostics.check_rows OUTPUT_DIR`."
+        False, "Write the rows of each micro-batch, for `python -m diagnostics.check_rows OUTPUT_DIR`."
     )
 
 

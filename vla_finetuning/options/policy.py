@@ -30,17 +30,17 @@ class PolicyOptions:
         None, "Branch, tag or commit of a --policy.path on the Hub.", flag="policy.pretrained_revision"
     )
     # Flags without the prefix, such as --chunk_size=20.
-    policy_options: list[str] = option([], "An option of the policy itself: --policy.chunk_size 20.", flag="policy.*")
+    policy_options: list[str] = option([], "An option of the policy, such as --policy.chunk_size 20.", flag="policy.*")
     # Read from the command line only: write access to a run's folder must not enable it.
     policy_trust_remote_code: bool = option(
         False,
-        "Run code that comes with the policy, for types that need it. What runs is named.",
+        "Run code that comes with the policy, for types that need it. The plan names the code.",
         flag="policy.trust_remote_code",
     )
     rename_map: dict[str, str] = option(
         {},
-        "Names of the policy for features of the dataset (of any of several), or of the environment; of the dataset's "
-        'own features any, as {"state": "observation.state", "actions": "action"}.',
+        "The policy's names for features of a dataset or of the environment. A dataset's own features may get any "
+        'name: {"state": "observation.state", "actions": "action"}.',
         form="""JSON, as '{"observation.images.front": "observation.images.base_0_rgb"}'""",
     )
 
@@ -51,7 +51,7 @@ class RunPolicyOptions(PolicyOptions):
 
     policy_type: str | None = option(
         None,
-        "A policy type to start from random weights, instead of --policy.path.",
+        "A policy type to train from random weights, instead of --policy.path.",
         flag="policy.type",
         conflicts={
             "policy.path": "the pretrained policy knows its type",
@@ -59,7 +59,9 @@ class RunPolicyOptions(PolicyOptions):
             "policy, --policy.path",
         },
     )
-    tolerance_s: float = option(1e-4, "Seconds that a video frame may lie from its row's timestamp.", above=0)
+    tolerance_s: float = option(
+        1e-4, "Maximum distance in seconds between a row's timestamp and its video frame.", above=0
+    )
 
 
 @dataclass
@@ -68,22 +70,23 @@ class ActingOptions:
 
     advantage: Literal["positive", "negative"] | None = option(
         None,
-        "What instructions end with, for a policy that was trained with --recap.labels: positive.",
+        "Label at the end of instructions, for a policy that was trained with --recap.labels: positive.",
         flag="policy.advantage",
     )
     # v = v(without) + guidance (v(with) - v(without)), with velocities v with and without the label.
     guidance: float = option(
         1.0,
-        "With --policy.advantage: how far predictions go beyond those without it (classifier-free guidance); 1: not.",
+        "With --policy.advantage: scale of classifier-free guidance, from predictions without the label to those with "
+        "it. 1: none.",
         flag="policy.guidance",
         min=0,
     )
     subtask: bool = option(
         False,
-        "Of a policy that was trained with --train.text_targets: write the text at each decision, and act on the "
+        "For a policy that was trained with --train.text_targets: write the text at each decision, and act on the "
         "instruction with it.",
         flag="policy.subtask",
     )
     use_gpu: bool | None = option(
-        None, "Decide on GPUs. When absent: as found, and needed where a cluster is joined from a machine without."
+        None, "Run the policy on GPUs. Default: if there are any; required when a machine without GPUs joins a cluster."
     )

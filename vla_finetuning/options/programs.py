@@ -43,25 +43,25 @@ class EvaluateConfig(EnvironmentOptions, ActingOptions, PolicyOptions):
     eval: EvalOptions = field(default_factory=EvalOptions)
     seed: int = option(
         1000,
-        "Seed of the first episode's scene, the next one's is one more; and of the policy's noise.",
+        "Seed of the policy's noise and of the first episode's scene; each later episode adds one.",
         min=0,
         max=MAX_SEED,
     )
     output_dir: str | None = option(
         None,
-        "Where episodes.jsonl is written: a path, s3://, gs://, az://. Given again, the evaluation goes on there.",
+        "Folder for episodes.jsonl: a path, s3://, gs:// or az://. An existing evaluation continues there.",
     )
     controller: Literal["chunk", "select_action", "rtc"] = option(
         "chunk",
-        "chunk: actions relative to the state become absolute by the state at the start of their chunk, as in "
-        "PolicyServer. select_action: by the current one, as in lerobot-eval; others are played alike. rtc: each chunk "
-        "goes on from what is left of the last, as in lerobot-rollout with inference.type=rtc.",
+        "chunk: add the state at the start of a chunk to relative actions, as PolicyServer does. select_action: add "
+        "the current state, as lerobot-eval does. rtc: real-time chunking, as lerobot-rollout with "
+        "inference.type=rtc. The first two differ only for relative actions.",
         flag="eval.controller",
     )
     latency_s: list[float] = option(
         [],
-        "Seconds from what the policy sees to the chunk that it computes from it, at the environment's --env.fps; "
-        "until then the last chunk goes on. Of several, as 0,0.1,0.2, each plays the same episodes.",
+        "Seconds from an observation to the arrival of its chunk, at the environment's --env.fps. Until then the "
+        "robot executes the last chunk. Several values, as 0,0.1,0.2, play the same episodes.",
         flag="eval.latency_s",
         min=0,
         conflicts={
@@ -71,14 +71,15 @@ class EvaluateConfig(EnvironmentOptions, ActingOptions, PolicyOptions):
     )
     videos: int = option(
         10,
-        "Failed episodes that the page shows at most, and half as many of the others; 0: none.",
+        "Maximum number of failed episodes with a film in the report, and twice the number of successful ones. 0: "
+        "none.",
         flag="eval.videos",
         min=0,
     )
     record_dataset: str | None = option(
         None,
-        "Write what the policy did, failures included, as a LeRobot dataset with next.success, next.reward and "
-        "next.done: a new folder; on a cluster a path that all nodes share.",
+        "Write the episodes, including failures, as a LeRobot dataset with next.success, next.reward and next.done. A "
+        "new folder, on a cluster on a path that all nodes share.",
         flag="eval.record_dataset",
     )
 
@@ -116,10 +117,10 @@ class ServeConfig(ActingOptions, PolicyOptions):
 class RecordConfig(EnvironmentOptions):
     """Recording demonstrations (record.py)."""
 
-    episodes: int = option(50, "Episodes to play, of each task.", min=1)
+    episodes: int = option(50, "Number of episodes to play in each task.", min=1)
     # Far from the default seeds of evaluations, so that those are held out.
-    seed: int = option(100_000, "The first episode's seed, the next one's is one more.", min=0)
-    root: str | None = option(None, "The dataset's folder; on a cluster a path that all nodes share.")
+    seed: int = option(100_000, "Seed of the first episode; each later episode adds one.", min=0)
+    root: str | None = option(None, "Folder of the dataset, on a cluster on a path that all nodes share.")
 
     def check(self, config: Any) -> None:
         if self.env_type is None or self.root is None:

@@ -14,9 +14,9 @@ class PushOptions:
     # A base policy's config.json has its own values of these options, which are ignored.
     push_to_hub: bool | None = option(
         None,
-        "Push the trained policy to the Hugging Face Hub; --policy.repo_id asks for it.",
+        "Push the trained policy to the Hugging Face Hub. --policy.repo_id implies it.",
         flag="policy.push_to_hub",
         requires={"policy.repo_id": "to which repository?"},
     )
-    policy_repo_id: str | None = option(None, "Where the trained policy is pushed: USER/NAME.", flag="policy.repo_id")
-    policy_private: bool | None = option(None, "Make a private repository there.", flag="policy.private")
+    policy_repo_id: str | None = option(None, "Repository for the trained policy: USER/NAME.", flag="policy.repo_id")
+    policy_private: bool | None = option(None, "Make the repository private.", flag="policy.private")

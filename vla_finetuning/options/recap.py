@@ -29,8 +29,8 @@ class RecapOptions:
 
     labels: str | None = option(
         None,
-        "The labels.parquet of a run of value.py: prompts say `Advantage: positive` or `Advantage: negative` of each "
-        "frame. evaluate.py --policy.advantage positive asks for the better behaviour.",
+        "labels.parquet of a run of value.py. Prompts end with `Advantage: positive` or `Advantage: negative`. "
+        "evaluate.py --policy.advantage positive asks for the better behaviour.",
         file="path",
     )
 
@@ -48,17 +48,16 @@ class OutcomeOptions:
 
     success: str = option(
         "next.success",
-        "Which episodes succeeded: those in which this column reaches --outcome.threshold in any frame, or @FILE.",
+        "A column of the frames: an episode succeeded if it reaches --outcome.threshold in any frame. @FILE: outcomes "
+        "by episode.",
         form="a column of the frames, as next.success, or @FILE (.csv, .parquet, .json: episode_index, success)",
         file="@",
     )
-    threshold: float = option(
-        1.0, "The value of that column from which on an episode is a success; true counts as 1.", above=0
-    )
+    threshold: float = option(1.0, "Least value of that column in a successful episode; true counts as 1.", above=0)
     intervention: str | None = option(
         None,
-        "A column of the frames, true where a person corrected the robot; those frames are positive. When absent, "
-        "LeRobot's `intervention` or `is_intervention` of the datasets that have it.",
+        "A column of the frames, true where a person corrected the robot. Corrected frames are positive. Default: "
+        "LeRobot's `intervention` or `is_intervention`, if a dataset has it.",
         form="a column of the frames, as intervention",
     )
 
@@ -69,8 +68,7 @@ class ValueDatasetOptions(DatasetOptions):
 
     eval_split: float = option(
         0.2,
-        "Share of the episodes of either outcome, in each dataset, that the value function does not learn from, and is "
-        "judged on.",
+        "Share of the episodes of each outcome, in each dataset, that is held out to judge the value function.",
         min=0,
         below=1,
     )
@@ -80,17 +78,17 @@ class ValueDatasetOptions(DatasetOptions):
 class ValueOptions:
     """The value function of value.py, and the labels that it gives (docs/recap.md). Defaults are RECAP's."""
 
-    bins: int = option(201, "Bins of the distribution of returns, from -1 to 0.", min=2)
+    bins: int = option(201, "Number of bins of the distribution of returns, from -1 to 0.", min=2)
     backbone: bool = option(
-        False, "Train the policy's vision and language model with the value function; otherwise they stay as they are."
+        False, "Train the policy's vision and language model with the value function. Otherwise they are frozen."
     )
-    backbone_lr: float = option(2.5e-5, "Peak learning rate of these; --lr is the head's.", above=0)
+    backbone_lr: float = option(2.5e-5, "Peak learning rate of the backbone; --lr is the head's.", above=0)
     failure_penalty: float = option(
-        1.0, "What a failed episode ends with, in lengths of the longest episode of its task.", min=0
+        1.0, "Penalty at the end of a failed episode, in lengths of the longest episode of its task.", min=0
     )
-    horizon: int = option(50, "Frames after which an advantage asks the value function again.", min=1)
+    horizon: int = option(50, "Number of frames over which an advantage compares values.", min=1)
     positive: float = option(
-        0.3, "Share of the frames of each task that are positive, besides corrections.", above=0, max=1
+        0.3, "Share of the frames of each task with a positive label, besides corrections.", above=0, max=1
     )
 
     def check(self, config: Any) -> None:

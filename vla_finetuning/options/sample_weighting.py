@@ -15,21 +15,22 @@ class SampleWeightingOptions:
 
     type: Literal["rabc", "uniform"] | None = option(
         None,
-        "rabc: weigh rows by the progress that a reward model saw; any other option of this group asks for it. "
-        "uniform: all alike, as when absent.",
+        "rabc: weight rows by the progress that a reward model predicted; any other option of this group implies it. "
+        "uniform: equal weights, the default.",
     )
     progress_path: str | None = option(
         None,
-        "A parquet file of this machine, or hf://datasets/USER/NAME/FILE; the dataset's sarm_progress.parquet when "
-        "absent.",
+        "A local parquet file, or hf://datasets/USER/NAME/FILE. Default: the dataset's sarm_progress.parquet.",
         file="path",
     )
-    head_mode: Literal["sparse", "dense"] = option("sparse", "Column of that file: progress_sparse or progress_dense.")
-    kappa: float = option(0.01, "Progress within an action chunk above which the row weighs 1.")
-    epsilon: float = option(1e-6, "Added to what weights are divided by.", above=0)
+    head_mode: Literal["sparse", "dense"] = option(
+        "sparse", "Column of the progress file: progress_sparse or progress_dense."
+    )
+    kappa: float = option(0.01, "Progress within an action chunk above which a row has weight 1.")
+    epsilon: float = option(1e-6, "Constant added to the denominators of weights.", above=0)
     extra_params: dict[str, Any] = option(
         {},
-        "Weight of frames whose progress is not known.",
+        "Weight of frames without a known progress.",
         form="""JSON, as '{"fallback_weight": 1.0}'""",
     )
 

@@ -23,44 +23,41 @@ class WorkerOptions:
 
     num_workers: int = option(
         1,
-        "Training processes, one GPU each where there are GPUs. 2,8: as many as there is capacity for, at least 2 and "
-        "at most 8; a step's rows stay those of 8 workers.",
+        "Number of training processes, with one GPU each if there are any. 2,8: at least 2 and at most 8, as the "
+        "capacity allows; a step always has the rows of 8 workers.",
         form="a whole number, or the least and the most, as 2,8",
         min=1,
     )
     min_workers: int | None = option(
-        None, "The least number of workers; --scaling.num_workers 2,8 sets it.", flag=None, min=1
+        None, "Minimum number of workers; --scaling.num_workers 2,8 sets it.", flag=None, min=1
     )
     use_gpu: bool | None = option(
-        None, "Train on GPUs. When absent: as found, and needed where a cluster is joined from a machine without."
+        None, "Train on GPUs. Default: if there are any; required when a machine without GPUs joins a cluster."
     )
     accelerator_type: str | None = option(
         None,
-        "Ray's name of the GPU type that workers need, e.g. L4 or H100. Ray calls both sizes A100; A100-40G and "
-        "A100-80G are of nodes that were started with these names.",
+        "Ray's name of the workers' GPU type, such as L4 or H100. Ray names both sizes A100; A100-40G and A100-80G "
+        "exist only on nodes that were started with these names.",
         conflicts={"scaling.use_gpu=false": "it is a type of GPU"},
     )
     strategy: Strategy = option(
         "ddp",
-        "How what trains is spread over workers. ddp: a replica on each. fsdp2: a shard of "
-        "parameters, gradients and Adam's moments on each; parameters are whole during a step (as ZeRO-2). "
-        "fsdp2_reshard: parameters are whole only where they are computed with (as ZeRO-3). hsdp: as fsdp2 among the "
-        "workers of a node, with a replica on every node, so that nothing but gradients travels between nodes. "
-        "--resume may change it.",
+        "Distribution of the trained parameters over workers. ddp: a replica on each. fsdp2: each has a shard of "
+        "parameters, gradients and Adam's moments; parameters are gathered for a whole step (as ZeRO-2). "
+        "fsdp2_reshard: parameters are gathered layer by layer (as ZeRO-3). hsdp: fsdp2 within a node and a replica "
+        "on each node, so that only gradients travel between nodes. --resume may change it.",
     )
     shard_workers: int | None = option(
         None,
-        "hsdp: how many workers hold a replica together; those of a node when absent.",
+        "hsdp: number of workers that share a replica. Default: the workers of a node.",
         min=1,
         requires={"scaling.strategy=hsdp": "it is for --scaling.strategy=hsdp; leave it out"},
     )
-    cpus_per_worker: float = option(
-        1.0, "CPUs that each training process holds; the other CPUs of a node decode.", above=0
-    )
+    cpus_per_worker: float = option(1.0, "CPUs of each training process. The other CPUs of a node decode.", above=0)
     max_failures: int = option(
         3,
-        "Number of times that the worker group is started anew after failures before the run gives up; -1: no limit. "
-        "Preempted nodes do not count.",
+        "Number of restarts of the worker group after failures before the run ends. -1: no limit. Preempted nodes do "
+        "not count.",
         min=-1,
     )
 
@@ -108,4 +105,4 @@ class WorkerOptions:
 class ScalingOptions(WorkerOptions):
     """Workers, GPUs and decoding."""
 
-    cpus_per_read_task: float = option(1.0, "CPUs (and decoder threads) of a read task.", above=0)
+    cpus_per_read_task: float = option(1.0, "CPUs and decoder threads of a read task.", above=0)

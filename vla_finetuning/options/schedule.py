@@ -14,12 +14,12 @@ class LearningOptions:
     """Batch and learning rate."""
 
     batch_size: int = option(
-        8, "Rows of a micro-batch on each worker; a step sees batch_size x grad_accum x num_workers rows.", min=1
+        8, "Rows of a micro-batch on each worker. A step has batch_size x grad_accum x num_workers rows.", min=1
     )
     lr: float | None = option(
         None,
-        "Peak learning rate; the policy's own when absent. Parameter groups with a rate of their own keep their share "
-        "of it.",
+        "Peak learning rate. Default: the policy's own. Parameter groups with another rate are scaled by the same "
+        "factor.",
         above=0,
     )
 
@@ -29,15 +29,18 @@ class LengthOptions(LearningOptions):
     """Length, batch and learning rate."""
 
     steps: int | None = option(
-        None, "Optimizer updates; MAX_TRAIN_STEPS in the environment caps them.", min=1, conflicts={"num_epochs": ""}
+        None,
+        "Number of optimizer updates. The environment variable MAX_TRAIN_STEPS caps it.",
+        min=1,
+        conflicts={"num_epochs": ""},
     )
     num_epochs: float | None = option(
         None,
-        "Length of the run in passes over the data, instead of --steps; 1 when both are absent, and with --preset demo "
-        "on your own dataset 2, within 300 to 1,000 steps.",
+        "Length of the run in passes over the data, instead of --steps. Default: 1; with --preset demo on your own "
+        "dataset 2, within 300 to 1,000 steps.",
         above=0,
     )
-    grad_accum: int = option(1, "Micro-batches of a step on each worker.", min=1)
+    grad_accum: int = option(1, "Number of micro-batches of a step on each worker.", min=1)
 
     def describe_steps(
         self, workers: WorkerOptions, steps: int, rows_per_epoch: int, log_freq: int, equal_epochs: bool
@@ -59,26 +62,29 @@ class ScheduleOptions(LengthOptions):
 
     use_policy_training_preset: bool = option(
         True,
-        "Take the policy's own optimizer, parameter groups and learning rate schedule, as lerobot-train. false: one "
-        "group of all that trains, and what --optimizer.type and --scheduler.type name.",
+        "Use the policy's own optimizer, parameter groups and learning rate schedule, as lerobot-train does. false: "
+        "one parameter group, with --optimizer.type and --scheduler.type.",
     )
     # With the policy's preset, these replace single options of it.
     optimizer_options: list[str] = option(
-        [], "An option of LeRobot's optimizer: --optimizer.betas '[0.9, 0.99]'.", flag="optimizer.*"
+        [], "An option of LeRobot's optimizer, such as --optimizer.betas '[0.9, 0.99]'.", flag="optimizer.*"
     )
     scheduler_options: list[str] = option(
-        [], "An option of LeRobot's schedule: --scheduler.num_warmup_steps 500.", flag="scheduler.*"
+        [], "An option of LeRobot's schedule, such as --scheduler.num_warmup_steps 500.", flag="scheduler.*"
     )
     # Either option selects a linear warm-up and a cosine over all steps; the other defaults to the constants below.
     warmup_frac: float | None = option(
         None,
-        "Share of the steps in which the learning rate rises, before a cosine over all steps; instead of the policy's "
-        "own schedule.",
+        "Share of the steps with a rising learning rate, before a cosine over all steps. Replaces the policy's own "
+        "schedule.",
         min=0,
         max=1,
     )
     final_lr_frac: float | None = option(
-        None, "Share of the peak that this cosine ends at; instead of the policy's own schedule.", min=0, max=1
+        None,
+        "Final learning rate of this cosine as a share of the peak. Replaces the policy's own schedule.",
+        min=0,
+        max=1,
     )
 
     def check(self, config: Any) -> None:

@@ -19,15 +19,17 @@ class ServeOptions:
     """The server."""
 
     host: str = option("127.0.0.1", f"Address to listen at. Others than this machine's own need {TOKEN_VARIABLE}.")
-    port: int = option(8000, "Port of openpi's protocol, of /healthz and of /metrics.", min=0, max=65535)
+    port: int = option(8000, "Port of openpi's protocol, /healthz and /metrics.", min=0, max=65535)
     grpc_port: int | None = option(
-        8080, "Port of LeRobot's asynchronous inference; null: it is not served.", min=0, max=65535
+        8080, "Port of LeRobot's asynchronous inference. null: do not serve it.", min=0, max=65535
     )
-    replicas: int = option(1, "Processes that compute, each with a GPU where there are any.", min=1)
-    cpus_per_replica: int = option(1, "CPUs of each of them, and threads that it computes with.", min=1)
-    batch_size: int = option(32, "Observations that a replica computes at once, at most.", min=1)
-    wait_ms: float = option(5.0, "Milliseconds that observations wait for others, where several come at a time.", min=0)
-    max_message_mb: float = option(16.0, "Size of an observation in 10^6 bytes, at most.", above=0, max=1000)
+    replicas: int = option(1, "Number of replicas of the policy, each with a GPU if there are any.", min=1)
+    cpus_per_replica: int = option(1, "CPUs and compute threads of each replica.", min=1)
+    batch_size: int = option(32, "Maximum number of observations in a batch of a replica.", min=1)
+    wait_ms: float = option(
+        5.0, "Milliseconds that an observation waits for others, when several arrive at a time.", min=0
+    )
+    max_message_mb: float = option(16.0, "Maximum size of an observation in 10^6 bytes.", above=0, max=1000)
 
     def check(self, config: Any) -> None:
         if not is_loopback(self.host) and not read_token():

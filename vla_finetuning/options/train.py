@@ -21,33 +21,33 @@ class StepOptions:
 
     mode: TrainMode = option(
         "expert",
-        "What trains: the action projections (heads), the whole action expert, or everything that the loss can reach "
-        "(full).",
+        "Trained parameters: the action projections (heads), the whole action expert, or everything that the loss can "
+        "reach (full).",
     )
     precision: Precision = option(
         "auto",
-        "auto: bf16 autocast on GPUs that have it, otherwise fp32; of act, diffusion, vqbet and multi_task_dit fp32 as "
-        "in LeRobot, unless --policy.use_amp. Weights that train are fp32 always.",
+        "auto: bf16 autocast on GPUs that support it, otherwise fp32; for act, diffusion, vqbet and multi_task_dit "
+        "fp32 as in LeRobot, unless --policy.use_amp. Trained weights are always fp32.",
     )
     attention: Attention = option(
         "sdpa",
-        "Attention of PI0.5, PI0 and SmolVLA: PyTorch's fused kernels (sdpa), or as LeRobot writes it (eager): the "
-        "same up to rounding, with the attention weights in memory.",
+        "Attention of PI0.5, PI0 and SmolVLA: PyTorch's fused kernels (sdpa), or LeRobot's own code (eager), which "
+        "stores the attention weights. Equal up to rounding.",
     )
     activation_checkpointing: bool = option(
         False,
-        "PI0.5, PI0, SmolVLA: keep only what enters each layer, and compute the layer again in backward. Same result, "
+        "PI0.5, PI0, SmolVLA: store only the inputs of each layer, and recompute the layer in backward. Same result, "
         "less memory, slower.",
     )
     compile: bool = option(
         False,
-        "PI0.5, PI0, SmolVLA: torch.compile the layers, on GPUs where that works. Same up to rounding; they are "
-        "compiled before the first step, for every length of prompts.",
+        "PI0.5, PI0, SmolVLA: torch.compile the layers, on GPUs that support it, before the first step, for every "
+        "length of prompts. Equal up to rounding.",
     )
-    deterministic: bool = option(False, "Use deterministic kernels only: runs repeat bit by bit.")
+    deterministic: bool = option(False, "Use only deterministic kernels: runs repeat bit for bit.")
     max_nonfinite: int = option(
         10,
-        "End the run when more steps than this had a loss or gradient that is not finite; such steps are skipped.",
+        "Skip steps whose loss or gradient is not finite, and end the run after more than this many.",
         min=0,
     )
 
@@ -59,35 +59,36 @@ class TrainOptions(StepOptions):
     # "openpi": a resized crop of 0.95, a rotation of up to 5 degrees, brightness, contrast and saturation.
     augmentation: Literal["none", "openpi"] = option(
         "none",
-        "Change training frames as openpi does: crop, rotation and colours; cameras with `wrist` in their name: "
-        "colours only. --dataset.image_transforms.enable is the other way.",
+        "Augment training frames as openpi does: crop, rotation and colours; only colours for cameras with `wrist` in "
+        "their name. The alternative is --dataset.image_transforms.enable.",
     )
     # By default padded steps count, as in LeRobot's PI0.5 and openpi.
     mask_padding: bool = option(False, "Leave padded action steps out of the loss.")
     pad_loss: Literal["own", "lerobot"] = option(
         "own",
-        "Of robots that differ in one run. own: a row's loss is the mean over the dimensions of its own robot's "
-        "action. lerobot: over those of the widest one, as the policy itself counts padding.",
+        "With several robots. own: a row's loss is the mean over its robot's action dimensions. lerobot: over the "
+        "widest robot's, as the policy itself counts padding.",
     )
     # Two workers then equal one worker with twice the batch, if the policy draws noise by row.
     exact_mean: bool = option(
         False,
-        "ACT, SmolVLA, PI0-FAST: divide the loss by the valid action steps or tokens of the whole step; without, as "
-        "lerobot-train, each worker's micro-batch by its own. A step's micro-batches are then in memory at once.",
+        "ACT, SmolVLA, PI0-FAST: divide the loss by the valid action steps or tokens of the whole step, whose "
+        "micro-batches are then in memory at once. false: each worker's micro-batch by its own, as lerobot-train "
+        "does.",
         conflicts={"sample_weighting.type=rabc": "losses are then means over rows, so it has no effect"},
     )
     # More draws estimate the same loss with less variance.
     noise_draws: int = option(
         1,
-        "PI0.5, PI0, SmolVLA: draws of noise and time for each row. Images and language are computed once for all "
-        "draws; rows are still batch_size.",
+        "PI0.5, PI0, SmolVLA: number of draws of noise and time for each row. All draws share one pass of images and "
+        "language; a batch still has batch_size rows.",
         min=1,
     )
     # arXiv 2505.23705. The loss is a mean over the tokens of the whole step, as with exact_mean.
     knowledge_insulation: bool = option(
         False,
-        "PI0.5: the backbone learns actions as tokens, by cross-entropy, and the action expert the flow, whose "
-        "gradients end before the backbone.",
+        "PI0.5: train the backbone on action tokens by cross-entropy, and the action expert on the flow, whose "
+        "gradients do not reach the backbone.",
         requires={"train.mode=full": "the backbone is to learn from action tokens"},
         conflicts={
             "train.mask_padding": "the tokens of a chunk are of all of its steps",
@@ -96,22 +97,22 @@ class TrainOptions(StepOptions):
     )
     flow_weight: float = option(
         1.0,
-        "With it: what the flow's loss is multiplied by, beside the cross-entropy.",
+        "With --train.knowledge_insulation: factor of the flow loss, beside the cross-entropy.",
         above=0,
         only_with="train.knowledge_insulation",
     )
     action_tokenizer: str = option(
         "auto",
-        "With it: the tokenizer of actions (FAST), a folder or a Hub id, of which only data is read; fit: learned from "
-        "the run's own rows before the first step; auto: that of the policy's folder if it has one, else fit.",
+        "With --train.knowledge_insulation: the FAST tokenizer, a folder or a Hub id, read as data. fit: learn one "
+        "from the run's rows before the first step. auto: use the policy's tokenizer, or fit one.",
         file="name",
         only_with="train.knowledge_insulation",
     )
     # PI0.5 (arXiv 2504.16054) writes the subtask first and then acts on it.
     text_targets: str | None = option(
         None,
-        "With it: a column of the dataset with texts, as subtask, that the backbone learns to write, and to act on "
-        "(evaluate.py --policy.subtask true).",
+        "With --train.knowledge_insulation: a text column of the dataset, such as subtask, that the backbone learns "
+        "to write and to act on (evaluate.py --policy.subtask true).",
         requires={"train.knowledge_insulation": "the backbone is to learn from tokens"},
         conflicts={
             "scaling.strategy=fsdp2_reshard": "the head of texts is the whole embedding of words, which that strategy "
@@ -121,8 +122,8 @@ class TrainOptions(StepOptions):
     # The vision tower takes four fifths of a step.
     feature_cache: str | None = option(
         None,
-        "SmolVLA, where its vision does not train: a folder on each node's own disk that caches what its vision tower "
-        "makes of each frame, for later epochs and for runs from the same weights.",
+        "SmolVLA with a frozen vision tower: a folder on each node's own disk that caches the tower's features of "
+        "each frame, for later epochs and for runs from the same weights.",
         file="path",
         conflicts=dict.fromkeys(
             ("dataset.image_transforms.enable", "train.augmentation"),
