@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -36,18 +34,16 @@ from vla_finetuning.data.disk_cache import FrameCache
 from vla_finetuning.data.features import check_image_size, common_features, resolve_delta_indices
 from vla_finetuning.data.metadata import check_readable, key_frame_rows, load_metadata
 from vla_finetuning.data.options import WINDOW_SEGMENTS, Features, Order, Reading, Selection
-from vla_finetuning.data.plan import StreamPlan, at_blocks, task_bounds, window_and_segment
+from vla_finetuning.data.plan import StreamPlan, at_blocks, window_and_segment
 from vla_finetuning.data.read_tasks import ReadFunction, locate_episodes, reads_per_task
 from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_spec
 from vla_finetuning.data.rows import IS_PAD, ReadContext, column_to_numpy, read_rows, row_dtype
 from vla_finetuning.data.selection import of_each
-from vla_finetuning.data.shards import Plan, ShardedPlan, divide
+from vla_finetuning.data.shards import Plan, ShardedPlan
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.environment import FRAME_CACHE_GB
 from vla_finetuning.options.dataset import DatasetOptions, OnError
 from vla_finetuning.options.fields import did_you_mean
-
-logger = logging.getLogger(__name__)
 
 # Maximum rows of a segment: fewer mix better and seek more often (docs/data_engine.md). A small window has shorter
 # segments, so that it still mixes `window_segments` of them.
@@ -67,12 +63,7 @@ SHARDS = "lerobot_shards"
 
 
 class LeRobotDatasource(Datasource):
-    """Ray Data source over one or several LeRobot datasets. Most callers want `read_lerobot`.
-
-    Args:
-        metas: the datasets, in the order of `dataset_index`.
-        selection, features, order, reading: see `data.options`.
-    """
+    """Ray Data source over `metas`, in the order of `dataset_index`. Most callers want `read_lerobot`."""
 
     def __init__(
         self,
@@ -83,7 +74,7 @@ class LeRobotDatasource(Datasource):
         reading: Reading = Reading(),  # noqa: B008
     ):
         super().__init__()
-        self._reading = reading
+        self._reading, self.num_cpus = reading, reading.num_cpus
         self._skips = reading.on_error == "skip"  # rows that cannot be read are blank
         self._projection_map: dict[str, str] | None = None
         self.metas = tuple(metas)
@@ -100,7 +91,6 @@ class LeRobotDatasource(Datasource):
         for meta, chosen in zip(self.metas, selected, strict=True):
             check_readable(meta, chosen, features.camera_keys, lambda broken: f"choose `episodes` without {broken}")
         self._image_size = check_image_size(features.image_size)
-        self._tolerance_s = features.tolerance_s
         self._features = common_features(
             self.metas, features.camera_keys, features.columns, self._image_size, features.padded
         )
@@ -113,22 +103,20 @@ class LeRobotDatasource(Datasource):
                 "other times in each. Convert them to one rate"
             )
         self._delta_indices = resolve_delta_indices(
-            features.delta_timestamps, self._features, self.metas[0], self._tolerance_s
+            features.delta_timestamps, self._features, self.metas[0], features.tolerance_s
         )
-        stream = order.stream
-        self._with_position = stream is not None
+        self._tolerance_s = features.tolerance_s
+        self._with_position = order.stream is not None
         for meta, chosen in zip(self.metas, selected, strict=True) if reading.check_files else ():
-            if not len(chosen):
-                continue
-            videos = [key for key in meta.video_keys if key in self._features]
-            check_files(meta, episodes=chosen, camera_keys=videos, skip=self._skips)
+            if len(chosen):
+                videos = [key for key in meta.video_keys if key in self._features]
+                check_files(meta, episodes=chosen, camera_keys=videos, skip=self._skips)
 
-        row_bytes = self.row_bytes()
         segments = None if order.shuffle_seed is None else order.window_segments
         cameras = [feature for meta in self.metas for key, feature in meta.features.items() if key in self._features]
         cut_at = key_frame_rows(cameras)
         window, segment = window_and_segment(
-            order.shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments, cut_at
+            order.shuffle_window, READ_BYTES // self.row_bytes(), SEGMENT_ROWS, segments, cut_at
         )
         located, weight = locate_episodes(self.metas, selected, self._features, selection)
         plan = partial(
@@ -139,38 +127,20 @@ class LeRobotDatasource(Datasource):
             weights=selection.weights,
             later_segment_rows=1 if order.global_shuffle else None,
         )
-        sharding, self.shards = order.sharding, 1
+        self.shards = 1 if order.sharding is None else order.sharding.count
         self.plan: Plan
-        if sharding is None:
+        if order.sharding is None:
             self.plan = plan(located, seed=order.shuffle_seed, episode_weights=weight)
         else:
-            self.shards = sharding.count
             roots = [meta.root for meta in self.metas]
-            piece, first, length, shard = divide(
-                located.dataset_index, located.length, weight, self.shards, cut_at, roots
-            )
-            self.plan = ShardedPlan(
-                located.take(piece).cut(first, length),
-                shard,
-                sharding,
-                seed=order.shuffle_seed,
-                plan=plan,
-                episode_weights=None if weight is None else weight[piece],
-            )
-        self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
+            self.plan = ShardedPlan(located, weight, order.sharding, cut_at, roots, seed=order.shuffle_seed, plan=plan)
+        self._stream = order.stream or (0, self.plan.rows_per_epoch)
         self._window, self._prescribed_rows = window, order.block_rows
-        self.block_rows = self._block_rows(row_bytes)
+        self.block_rows = self.block()
         self._stored_context: tuple[Any, Any] | None = None
         self._read_rows = max(window, self.block_rows)
-        if stream is None:
-            self._rows_per_execution = self._stream[1] - self._stream[0]
-        else:
-            reads = READS_PER_EXECUTION * self.shards
-            self._rows_per_execution = max(1, reads * self._read_rows // order.rows_multiple) * order.rows_multiple
-
-    @property
-    def num_cpus(self) -> float:
-        return self._reading.num_cpus
+        reads = READS_PER_EXECUTION * self.shards
+        self._rows_per_execution = max(1, reads * self._read_rows // order.rows_multiple) * order.rows_multiple
 
     # ---- the interface of Ray Data -----------------------------------------------------------------------------
 
@@ -232,13 +202,10 @@ class LeRobotDatasource(Datasource):
         """Return the number of different rows that a node reads in an epoch."""
         return int(self.plan.episodes.length.sum()) // self.shards
 
-    def _block_rows(self, row_bytes: int) -> int:
-        """Return the rows of a block; they divide those of a window unless they are prescribed."""
-        max_rows = max(1, min(self._window, BLOCK_BYTES // row_bytes))
-        return self._prescribed_rows or next(n for n in range(max_rows, 0, -1) if self._window % n == 0)
-
     def block(self) -> int:
-        return self._block_rows(self.row_bytes())
+        """Return the rows of a block of this projection; they divide those of a window unless they are prescribed."""
+        max_rows = max(1, min(self._window, BLOCK_BYTES // self.row_bytes()))
+        return self._prescribed_rows or next(n for n in range(max_rows, 0, -1) if self._window % n == 0)
 
     def row_frames(self) -> int:
         return sum(len(self._delta_indices.get(key, (0,))) for key in self._frames())
@@ -282,12 +249,11 @@ class LeRobotDatasource(Datasource):
         share = None if data_context is None else data_context.get_config(SHARE)
         runs = np.array([[first, last]]) if share is None else share.runs(first, last, self.block_rows)
         options, context = self._options(self.block()), self._put_context(runs, (first, last, share))
-        if share is None:
-            reads_of_tasks = self._reads(first, last, per_task_row_limit)
-        else:
-            reads_of_tasks = self._reads_of_share(runs, first, last)
         tasks = []
-        for reads in reads_of_tasks:
+        for reads in self._reads_of_tasks(runs, first, last, shared=share is not None):
+            if per_task_row_limit is not None and share is None:
+                until = reads[0][0, 0] + max(1, per_task_row_limit)  # Ray cuts `limit(0)` itself
+                reads = [read.clip(max=until) for read in reads if read[0, 0] < until]
             function = ReadFunction(context, reads, options)
             size = function.rows * self.row_bytes()
             metadata = BlockMetadata(num_rows=function.rows, size_bytes=size, input_files=None, exec_stats=None)
@@ -306,36 +272,28 @@ class LeRobotDatasource(Datasource):
         readers = [DatasetFiles.from_metadata(meta, self.columns()) for meta in self.metas]
         return ReadContext(self.plan, readers, self._reading.prepare)
 
-    def _reads(self, first: int, last: int, limit: int | None) -> Iterator[list[np.ndarray]]:
-        """Yield the reads of each task that covers stream positions [first, last), as runs: a window each.
-
-        No task reads more than `limit` rows.
-        """
-        if self._reading.num_tasks is not None:
-            bounds = np.unique(np.linspace(first, last, self._reading.num_tasks + 1).astype(np.int64))
-        else:
-            bounds = task_bounds(first, last, self._task_rows(first, last), self.block_rows)
-        for a, b in itertools.pairwise(bounds.tolist()):
-            until = b if limit is None else min(b, a + max(1, limit))  # Ray cuts `limit(0)` itself
-            cuts = task_bounds(a, until, self._read_rows, self.block_rows)
-            yield list(np.stack([cuts[:-1], cuts[1:]], axis=-1)[:, None])
-
     def _task_rows(self, first: int, last: int) -> int:
         """Estimate the rows of a read task in an execution of stream positions [first, last)."""
+        if self._reading.num_tasks is not None:
+            return max(1, -(-(last - first) // self._reading.num_tasks))
         turns = (last - first) // self._read_rows
         reads = reads_per_task(turns, self._read_rows * self.row_bytes(), ray.cluster_resources())
         return self._read_rows * max(reads, -(-turns // MAX_TASKS))
 
-    def _reads_of_share(self, runs: np.ndarray, first: int, last: int) -> Iterator[list[np.ndarray]]:
-        """Yield the reads of each task of a share of stream positions [first, last): its runs in a window each.
+    def _reads_of_tasks(self, runs: np.ndarray, first: int, last: int, *, shared: bool) -> Iterator[list[np.ndarray]]:
+        """Yield the reads of each task of stream positions [first, last): the `runs` in a window each.
 
         Where two shares have rows of one window, each decodes its own.
         """
         task_rows = self._task_rows(first, last)
-        cuts = self.plan.window_starts(int(runs[0, 0]), last) if len(runs) else np.empty(0, np.int64)
+        if shared:
+            cuts = self.plan.window_starts(int(runs[0, 0]), last) if len(runs) else np.empty(0, np.int64)
+        else:
+            read_rows = min(self._read_rows, task_rows)
+            cuts = np.arange((first // read_rows + 1) * read_rows, last, read_rows, dtype=np.int64)
         reads: list[np.ndarray] = []
         rows = 0
-        for a, b in itertools.pairwise(at_blocks(first, cuts, last, self.block_rows).tolist()):
+        for a, b in itertools.pairwise(at_blocks(first, cuts, last, min(self.block_rows, task_rows)).tolist()):
             begin, end = np.searchsorted(runs[:, 1], a, side="right"), np.searchsorted(runs[:, 0], b, side="left")
             if begin < end:
                 reads.append(runs[begin:end].clip(a, b))
@@ -407,8 +365,7 @@ def read_lerobot(
     Args:
         root: a path or URI (`s3://`, `gs://`), a list of them, or a mixture, `{root: weight}`. A mixture needs a
             `shuffle_seed`. It yields as many rows as its datasets hold together, shared among them by weight and spread
-            evenly: a dataset with more than its natural share repeats rows, one with less yields a part of its rows
-            (training continues with the rest in further epochs: `--dataset.mixture`).
+            evenly: a dataset with more than its natural share repeats rows, one with less yields a part of its rows.
         episodes: episode numbers; with several roots, `{root: numbers}`. None for all.
         camera_keys: cameras to decode; None for all.
         delta_timestamps: offsets in seconds by column, e.g. ``{"action": [0.0, 1 / 30, 2 / 30]}``. The column then has
@@ -423,7 +380,7 @@ def read_lerobot(
         tolerance_s: largest distance of a video frame from its row's timestamp, in seconds.
         storage_options: obstore's options of the store (`endpoint`, `access_key_id`, …); None for the environment's.
         storage_policy: time limits of requests to object stores, and a local cache (`storage.StoragePolicy`).
-        override_num_blocks: number of read tasks; None to derive it from memory.
+        override_num_blocks: about how many read tasks; None to derive it from memory.
         num_cpus: CPUs of a read task, which decodes with as many threads.
         on_error: "stop" raises an error that names an episode that cannot be read. "skip" replaces its rows with blank
             ones, marked in the column `is_skipped`, and logs a warning.
@@ -442,19 +399,11 @@ def read_lerobot(
         place in its dataset; `(dataset_index, index)` identifies a frame.
 
     Raises:
-        TypeError: an argument of another type.
         ValueError, FileNotFoundError: on the driver, for errors that the metadata and a listing of the files show; in
             the read task, naming file, episode and time, for damaged files or videos that contradict the metadata.
     """
-    for name, value, kinds in (
-        ("root", root, (str, Path, Sequence, Mapping)),
-        ("episodes", episodes, (Sequence, Mapping, np.ndarray, NoneType)),
-        ("camera_keys", camera_keys, (list, tuple, set, frozenset, NoneType)),
-        ("delta_timestamps", delta_timestamps, (Mapping, NoneType)),
-        ("image_size", image_size, (Sequence, np.ndarray, NoneType)),
-    ):
-        if not isinstance(value, kinds) or name != "root" and isinstance(value, str):
-            raise TypeError(f"read_lerobot: {name}={value!r}: expected {' or '.join(k.__name__ for k in kinds)}")
+    if isinstance(camera_keys, str):
+        raise ValueError(f"read_lerobot: camera_keys={camera_keys!r}: expected a list of cameras")
     for name, number in (("tolerance_s", tolerance_s), ("frame_cache_gb", frame_cache_gb)):
         if isinstance(number, bool) or not isinstance(number, int | float | np.number) or not 0 < number < math.inf:
             raise ValueError(f"read_lerobot: {name}={number!r}: expected a positive number")
@@ -471,30 +420,21 @@ def read_lerobot(
     metas = [load_metadata(r, storage_options=storage_options, storage_policy=storage_policy) for r in roots]
     chosen = {str(k): v for k, v in episodes.items()} if isinstance(episodes, Mapping) else episodes
     per_root = of_each(chosen, [str(r) for r in roots], "episodes")
+    cache = None if frame_cache is None else FrameCache(str(Path(frame_cache).expanduser().absolute()), frame_cache_gb)
     source = LeRobotDatasource(
         metas,
-        Selection(
-            episodes=per_root if episodes is not None else None,
-            weights=list(root.values()) if isinstance(root, Mapping) else None,
-        ),
-        Features(
-            camera_keys=camera_keys,
-            delta_timestamps=delta_timestamps or {},
-            image_size=image_size,
-            tolerance_s=tolerance_s,
-        ),
+        Selection(per_root, weights=list(root.values()) if isinstance(root, Mapping) else None),
+        Features(camera_keys, delta_timestamps=delta_timestamps or {}, image_size=image_size, tolerance_s=tolerance_s),
         Order(shuffle_seed=shuffle_seed, shuffle_window=shuffle_window, window_segments=window_segments),
-        Reading(
-            num_cpus=num_cpus,
-            num_tasks=override_num_blocks,
-            on_error=on_error,
-            frame_cache=None
-            if frame_cache is None
-            else FrameCache(str(Path(frame_cache).expanduser().absolute()), frame_cache_gb),
-        ),
+        Reading(num_cpus=num_cpus, num_tasks=override_num_blocks, on_error=on_error, frame_cache=cache),
     )
-    options = {"memory": memory, "label_selector": label_selector, "ray_remote_args": ray_remote_args}
-    return read_source(source, concurrency=concurrency, **{k: v for k, v in options.items() if v is not None})
+    return read_source(
+        source,
+        memory=memory,
+        concurrency=concurrency,
+        label_selector=label_selector,
+        ray_remote_args=ray_remote_args,
+    )
 
 
 def read_source(source: LeRobotDatasource, **ray_options: Any) -> Dataset:

@@ -188,7 +188,7 @@ def test_two_roots(rows_here, roots, weights):
     root = [roots[n] for n in names]
     if weights is not None:
         root = {str(path): weight for path, weight in zip(root, weights, strict=True)}
-        with pytest.raises(ValueError, match="a mixture has no stored order"):
+        with pytest.raises(ValueError, match="a mixture.* no stored order; give a shuffle seed"):
             read_lerobot(root)
     rows = list(rows_here(root, shuffle_seed=0, shuffle_window=16))
     found = Counter((int(r["dataset_index"]), int(r["index"])) for r in rows)
@@ -674,9 +674,8 @@ def test_arguments_that_do_not_fit(roots, rows_here):
     ):
         with pytest.raises(ValueError, match=name):
             read_lerobot(roots["rollover"], **wrong)
-    for name, value in {"episodes": 3, "camera_keys": TOP, "delta_timestamps": [0.0], "image_size": 224}.items():
-        with pytest.raises(TypeError, match=f"read_lerobot: {name}=.*: expected"):
-            read_lerobot(roots["rollover"], **{name: value})
+    with pytest.raises(ValueError, match="camera_keys='observation.images.top': expected a list"):
+        read_lerobot(roots["rollover"], camera_keys=TOP)
     for name in ("tolerance_s", "frame_cache_gb"):
         for value in (0, -1, float("nan"), float("inf"), "x", None, True):
             with pytest.raises(ValueError, match=f"read_lerobot: {name}=.*: expected a positive number"):

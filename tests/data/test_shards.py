@@ -17,11 +17,9 @@ ROOTS = ("/a", "/b")
 def sharded(drawn, shards, turn, *, seed=3, repeated=None, cut_at=1, **options):
     """A plan of `drawn`, divided; later epochs by single rows, so that both kinds of epochs are there."""
     options = {"segment_rows": 4, "window_rows": 10, "cut_at": cut_at, "later_segment_rows": 1} | options
-    piece, first, rows, shard = divide(drawn.dataset_index, drawn.length, repeated, shards, cut_at, ROOTS)
-    pieces = drawn.take(piece).cut(first, rows)
-    repeated = None if repeated is None else repeated[piece]
+    shard = divide(drawn.dataset_index, drawn.length, repeated, shards, cut_at, ROOTS)[-1]
     plan = partial(StreamPlan, **options)
-    return ShardedPlan(pieces, shard, Sharding(shards, turn), seed=seed, plan=plan, episode_weights=repeated), shard
+    return ShardedPlan(drawn, repeated, Sharding(shards, turn), cut_at, ROOTS, seed=seed, plan=plan), shard
 
 
 def two_datasets():

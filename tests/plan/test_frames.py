@@ -101,7 +101,7 @@ def test_what_idles_is_not_trained_on_with_all_other_choices(setting):
     two = rows_of(mixed, 0) + rows_of(mixed, 1)
     assert two == once(LEFT) + Counter({key: 3 for key in once(LEFT, dataset=1)})
     plain = run_of(setting)
-    assert not plain.rows.selection.frame_ranges and plain.rows.per_epoch == sum(EPISODES)
+    assert not plain.rows.described and plain.rows.per_epoch == sum(EPISODES)
 
 
 def test_frames_that_are_left_have_their_whole_action_chunks(setting):

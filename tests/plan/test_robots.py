@@ -508,7 +508,7 @@ def test_a_policy_that_leaves_out_last_frames_is_told_how_many_at_another_rate(f
     with pytest.raises(ValueError, match="leaves out the last 7 frames .* 2 frames apart .*drop_n_last_frames=14"):
         resolve(parse_args(flags), gpus_found=0)
     run = resolve(parse_args([*flags, "--dataset.drop_n_last_frames=14"]), gpus_found=0)
-    assert run.rows.selection.drop_n_last_frames == 14
+    assert run.rows.dropped == 14
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -19,21 +19,13 @@ WINDOW_SEGMENTS = 32
 
 @dataclass(frozen=True, eq=False)
 class FrameRanges:
-    """The frames of a dataset that are rows, as S runs of consecutive frames of an episode. All arrays are (S,).
+    """The frames of a dataset that are rows, as S runs of consecutive frames of an episode."""
 
-    Attributes:
-        episode: episode number, int64, ascending.
-        first: frame_index of the run's first frame, int64, ascending in an episode.
-        frames: number of frames, int64, positive.
-        weight: mean repetitions per epoch, float64; None for 1.
-        moving: number of frames of `episodes` that are not idle, with those dropped at their ends.
-    """
-
-    episode: np.ndarray
-    first: np.ndarray
-    frames: np.ndarray
-    weight: np.ndarray | None
-    moving: int
+    episode: np.ndarray  # episode number, int64 (S,), ascending
+    first: np.ndarray  # frame_index of the run's first frame, int64 (S,), ascending in an episode
+    frames: np.ndarray  # number of frames, int64 (S,), positive
+    weight: np.ndarray | None  # mean repetitions per epoch, float64 (S,); None for 1
+    moving: int  # number of frames of `episodes` that are not idle, with those dropped at their ends
 
     @property
     def episodes(self) -> np.ndarray:
@@ -52,15 +44,12 @@ class Selection:
 
     Attributes:
         episodes: per dataset, the selected episodes; None for all.
-        drop_n_last_frames: number of last frames of each episode that are no rows, but may be in windows. Every episode
-            must have more frames.
-        frame_ranges: per dataset, the frames that are rows. Replaces `episodes` and `drop_n_last_frames`. Windows may
-            reach beyond a range, to the ends of its episode.
+        frame_ranges: per dataset, the frames that are rows. Replaces `episodes`. Windows may reach beyond a range, to
+            the ends of its episode.
         weights: weights of the datasets in a mixture (see `data.plan`); None reads every row once per epoch.
     """
 
     episodes: Sequence[Sequence[int] | np.ndarray | None] | None = None
-    drop_n_last_frames: int = 0
     frame_ranges: Sequence[FrameRanges] | None = None
     weights: Sequence[float] | None = None
 
@@ -74,7 +63,6 @@ class Features:
         columns: other features to read, in which datasets must agree; None for all.
         delta_timestamps: by feature, the offsets of its window in seconds, as in LeRobot.
         image_size: (height, width) that frames are resized to; None for their stored size.
-        tolerance_s: largest distance of a video frame from its row's timestamp, in seconds.
         padded: whether datasets may lack cameras, which are then black, or have shorter vectors, padded with zeros.
         window_steps: per dataset, frames between two steps of a window that are one frame apart in the first dataset;
             None if all datasets have one frame rate.
@@ -94,11 +82,10 @@ class Order:
     """The order of rows.
 
     Attributes:
-        shuffle_seed: seed of the order; None for stored order.
+        shuffle_seed: None for stored order.
         shuffle_window: maximum number of rows that are shuffled together, reduced if they exceed READ_BYTES.
         window_segments: least number of segments in a shuffled window, even if it exceeds READ_BYTES.
         global_shuffle: whether epochs after the first permute single rows of the dataset (or shard), for cached frames.
-        sharding: division of the rows among nodes; None for none.
         stream: (first, last) positions in the run's stream (see `data.plan`); None for one epoch. Rows then have a
             column `position`. A long stream is read in several executions: the n-th execution of the dataset reads the
             n-th piece, and the consumer iterates until the stream ends.
@@ -127,8 +114,8 @@ class Reading:
             metadata). "skip" replaces its rows with blank ones, marked in the column `is_skipped`.
         skip_log: file that gets a JSON line for each skipped episode; all nodes must see it.
         check_files: whether to check that all files exist, by listing the datasets' folders.
-        frame_cache: cache of decoded frames on each node; None for none.
-        prepare: function applied to each block in the read task; None for none.
+        frame_cache: cache of decoded frames on each node.
+        prepare: function applied to each block in the read task.
         prepared_bytes: bytes of a row after `prepare`.
     """
 

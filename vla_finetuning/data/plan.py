@@ -46,15 +46,10 @@ MAX_PRECUT_PARTS = 2
 
 @dataclass(frozen=True)
 class Episodes:
-    """The episodes of a plan, possibly of several datasets. All arrays have shape (E,).
+    """The episodes of a plan, possibly of several datasets, by the `index` of their first frame and their frames.
 
-    Attributes:
-        dataset_index: number of the dataset, int32.
-        episode_index: number of the episode in its dataset, int64.
-        start: `index` of the entry's first frame in its dataset, int64.
-        length: number of frames, int64, positive.
-
-    An episode of which only some ranges are rows has one entry per range, in order.
+    All arrays have shape (E,): int32 for `dataset_index`, int64 for the others. An episode of which only some ranges
+    are rows has one entry per range, in order.
     """
 
     dataset_index: np.ndarray
@@ -78,18 +73,14 @@ class Episodes:
 class WindowSlice:
     """Rows ``[lo, hi)`` of one window, in output order: the rows that a read task produces.
 
-    Attributes:
-        epoch: number of the epoch.
-        episode: position in `Episodes` of each run of consecutive rows, int64 (P,).
-        start, end: rows [start, end) of the dataset that form each run, int64 (P,).
-        shuffle_key: seed of the window's permutation; None for stored order.
+    A window consists of P runs: rows [start, end) of a dataset, and their episode's position in `Episodes`.
     """
 
     epoch: int
     episode: np.ndarray  # int64 (P,)
     start: np.ndarray  # int64 (P,)
     end: np.ndarray  # int64 (P,)
-    shuffle_key: tuple[int, ...] | None
+    shuffle_key: tuple[int, ...] | None  # seed of the window's permutation; None for stored order
     lo: int
     hi: int
 
@@ -108,11 +99,7 @@ class WindowSlice:
 
 def evenly_spaced(count: int, limit: int) -> np.ndarray:
     """Return at most `limit` of `count` indices, int64, evenly spaced over the whole range and without repeats."""
-    if count < 0 or limit < 1:
-        raise ValueError(f"at most {limit} of {count} frames: there is nothing to choose")
-    return (
-        np.unique(np.linspace(0, count - 1, min(count, limit)).round().astype(np.int64)) if count else np.empty(0, int)
-    )
+    return np.unique(np.linspace(0, count - 1, min(count, limit)).round().astype(np.int64))
 
 
 # Episode, start and end of runs of consecutive rows, int64 (P,) each.
@@ -123,7 +110,6 @@ class StreamPlan:
     """A stream of rows of one dataset or of a mixture.
 
     Args:
-        episodes: episodes to read, at least one.
         seed: seed of every permutation; None for stored order, in which all epochs are equal.
         segment_rows: maximum number of consecutive rows that stay together for the decoder.
         window_rows: number of rows that are shuffled together.
@@ -152,12 +138,8 @@ class StreamPlan:
             raise ValueError("no episodes to read: the selection is empty")
         if segment_rows < 1 or window_rows < 1:
             raise ValueError(f"segment_rows ({segment_rows}) and window_rows ({window_rows}) must be positive")
-        if weights is not None and seed is None:
-            raise ValueError("a mixture has no stored order: its rows are drawn at random; give a shuffle seed")
-        if episode_weights is not None and seed is None:
-            raise ValueError("weighted episodes have no stored order: their rows are shuffled; give a shuffle seed")
-        if later_segment_rows is not None and seed is None:
-            raise ValueError("stored order has no segments; later_segment_rows is of a shuffled plan")
+        if seed is None and not (weights is None and episode_weights is None and later_segment_rows is None):
+            raise ValueError("a mixture, weighted episodes and single rows have no stored order; give a shuffle seed")
         self.episodes = episodes
         self.episode_weights = episode_weights
         self.later_segment_rows = later_segment_rows
@@ -300,11 +282,7 @@ Segments = tuple[Runs, np.ndarray]
 
 
 class _Source:
-    """Endless epochs of some episodes, each another permutation of their segments.
-
-    Args:
-        members: positions of the source's episodes in `episodes` and `weight`, int64 (E,).
-        number: number of the source in its plan, which seeds its permutations.
+    """Endless epochs of some episodes, `members` of a plan's, each another permutation of their segments.
 
     Attributes:
         rows: rows of an epoch; the mean if episodes have weights.
@@ -407,7 +385,7 @@ class _Source:
         return epoch, part, int(bounds[part]), int(bounds[part + 1])
 
     def runs(self, first: int, last: int) -> Iterator[Runs]:
-        """Yield the segments at positions [first, last) of the source's stream, the outer two clipped."""
+        """Yield the segments at positions [first, last) of the source's stream."""
         while first < last:
             epoch, part, begin, end_of_part = self._part_at(first)
             offset, until = first - begin, min(last, end_of_part) - begin
@@ -501,7 +479,6 @@ def window_and_segment(
     """Return the rows of a shuffle window, and the most consecutive rows in it: (window, segment).
 
     Args:
-        requested_rows: rows of the requested window.
         fitting_rows: rows that fit the memory budget, exceeded only to hold `segments` rows.
         max_segment_rows: maximum rows of a segment. Larger windows are a multiple of it, to be filled by whole blocks.
         segments: least number of segments in a window that has the rows; None for segments of `max_segment_rows`.
@@ -512,18 +489,6 @@ def window_and_segment(
         window -= window % max_segment_rows
     segment = max_segment_rows if segments is None else max(1, min(max_segment_rows, window // segments))
     return window, segment - segment % cut_at if segment > cut_at else segment
-
-
-def task_bounds(first: int, last: int, task_rows: int, block_rows: int) -> np.ndarray:
-    """Cut stream positions [first, last) into read tasks of about `task_rows` rows.
-
-    Cuts lie near multiples of `task_rows`, so that two tasks share few windows, and at whole blocks from `first`, so
-    that all blocks but the last have `block_rows` rows. Returns int64 (tasks + 1,).
-    """
-    if last <= first:
-        return np.array([first], dtype=np.int64)
-    cuts = np.arange((first // task_rows + 1) * task_rows, last, task_rows, dtype=np.int64)
-    return at_blocks(first, cuts, last, block_rows)
 
 
 def at_blocks(first: int, cuts: np.ndarray, last: int, block_rows: int) -> np.ndarray:

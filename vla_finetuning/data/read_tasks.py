@@ -60,7 +60,7 @@ def locate_episodes(
         dataset_index=np.repeat(np.arange(len(metas), dtype=np.int32), [len(chosen) for chosen in selected]),
         episode_index=np.concatenate(selected),
         start=start,
-        length=frames - selection.drop_n_last_frames,
+        length=frames,
         first_index=start,
         frames=frames,
         data_file=concatenate(m.episode_data_file for m in metas),

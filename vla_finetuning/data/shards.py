@@ -60,20 +60,16 @@ def divide(
     cut_at: int,
     roots: Sequence[str],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Divide the rows of E episodes into shards of equal size, each dataset separately.
+    """Divide the rows of E episodes in stored order into shards of equal size, each dataset separately.
+
+    An episode is cut at multiples of `cut_at` rows. Raises ValueError if a shard would have no rows of a dataset.
 
     Args:
-        dataset_index, length: int (E,), in stored order, as in `Episodes`.
         weight: mean repetitions of each episode per epoch, float64 (E,); None for 1.
-        shards: number of shards.
-        cut_at: number whose multiples are the rows at which an episode may be cut.
         roots: names of the datasets, for errors.
 
     Returns:
         For each piece, ordered by shard, int64 (P,) each: episode, first row in the episode, number of rows, shard.
-
-    Raises:
-        ValueError: a shard would have no rows of a dataset.
     """
     bounds = np.concatenate([[0], np.cumsum(length)])
     cumulative = np.concatenate([[0.0], np.cumsum(length if weight is None else length * weight)])
@@ -124,40 +120,42 @@ class ShardedPlan:
     """The run's stream of rows, taken from shards in turn. Methods are those of `StreamPlan`.
 
     Args:
-        episodes: episodes to read, ordered by shard, as `divide` cuts them.
-        shard: shard of each entry of `episodes`, int64 (E,).
-        sharding: number of shards, and rows of a turn.
+        episodes: episodes to divide, in stored order.
+        weight: float64 (E,), as `StreamPlan.episode_weights`.
+        cut_at, roots: as for `divide`.
         seed: seed of every permutation, required.
         plan: function that makes a shard's plan: `StreamPlan` but for episodes, seed and episode_weights.
-        episode_weights: float64 (E,), as in `StreamPlan`.
 
-    `window_rows` is the size of a shard's windows.
+    Attributes:
+        episodes: pieces of episodes, ordered by shard.
+        window_rows: size of a shard's windows.
     """
 
     def __init__(
         self,
         episodes: Episodes,
-        shard: np.ndarray,
+        weight: np.ndarray | None,
         sharding: Sharding,
+        cut_at: int,
+        roots: Sequence[str],
         *,
         seed: int | None,
         plan: Callable[..., StreamPlan],
-        episode_weights: np.ndarray | None = None,
     ):
         if seed is None:
             raise ValueError("shards have no stored order: their rows are shuffled; give a shuffle seed")
-        self.episodes, self.episode_weights, self.seed, self.sharding = episodes, episode_weights, seed, sharding
-        self._bounds = np.searchsorted(shard, np.arange(sharding.count + 1)).tolist()
+        count = sharding.count
+        piece, first, length, shard = divide(episodes.dataset_index, episodes.length, weight, count, cut_at, roots)
+        self.episodes, self.seed, self.sharding = episodes.take(piece).cut(first, length), seed, sharding
+        self._bounds = np.searchsorted(shard, np.arange(count + 1)).tolist()
         self._shards = []
-        for number in range(sharding.count):
+        for number in range(count):
             members = slice(self._bounds[number], self._bounds[number + 1])
             shard_seed = np.random.SeedSequence((seed, 3, number)).generate_state(1).item()
-            weights = None if episode_weights is None else episode_weights[members]
-            shard_episodes = Episodes.take(episodes, members)  # without file locations
+            weights = None if weight is None else weight[piece][members]
+            shard_episodes = Episodes.take(self.episodes, members)  # without file locations
             self._shards.append(plan(shard_episodes, seed=shard_seed, episode_weights=weights))
-        first = self._shards[0]
-        self.segment_rows, self.window_rows, self.cut_at = first.segment_rows, first.window_rows, first.cut_at
-        self.later_segment_rows = first.later_segment_rows
+        self.segment_rows, self.window_rows = self._shards[0].segment_rows, self._shards[0].window_rows
         self.rows_per_epoch = sum(shard.rows_per_epoch for shard in self._shards)
         self._last_epoch: _Epoch | None = None
 

@@ -65,7 +65,7 @@ def describe(run: Run) -> str:
 
 
 def _datasets(config: Config, rows: Rows) -> list[str]:
-    lines, dropped = [], rows.selection.drop_n_last_frames
+    lines, dropped = [], rows.dropped
     for number, meta in enumerate(rows.metas):
         lines += [
             f"Dataset      {config.dataset.repo_id or meta.root}" + _revision(config.dataset.revision),

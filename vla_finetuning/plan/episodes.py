@@ -29,32 +29,26 @@ class ChosenEpisodes:
     """The episodes and frames that are used of each dataset.
 
     Attributes:
-        train: training episodes per dataset.
-        held_out: held-out episodes per dataset, disjoint from `train`.
+        train, held_out: disjoint.
         notes: lines for the plan on what was left out.
-        frames: frames of `train` that are rows, and their weights; empty where every frame is one row, but for the
-            last frames of each episode.
-        described: lines per dataset on filtered episodes; empty if `frames` is.
+        frames: frames of `train` that are rows, and their weights.
+        described: lines per dataset on idle frames and weights; empty if options of neither are given.
     """
 
     train: PerDataset
     held_out: PerDataset
     notes: tuple[str, ...]
-    frames: tuple[FrameRanges, ...] = ()
-    described: tuple[tuple[str, ...], ...] = ()
+    frames: tuple[FrameRanges, ...]
+    described: tuple[tuple[str, ...], ...]
 
-    def rows_per_dataset(self, metas: Sequence[DatasetMetadata], dropped: int) -> tuple[int, ...]:
-        """Count the training frames of each dataset, without the last `dropped` frames of each episode."""
-        if self.frames:
-            return tuple(int(ranges.frames.sum()) for ranges in self.frames)
-        episodes = zip(metas, self.train, strict=True)
-        return tuple(int((meta.episode_length[chosen] - dropped).sum()) for meta, chosen in episodes)
+    @property
+    def rows_per_dataset(self) -> tuple[int, ...]:
+        return tuple(int(ranges.frames.sum()) for ranges in self.frames)
 
-    def rows(self, metas: Sequence[DatasetMetadata], dropped: int) -> int:
+    @property
+    def rows(self) -> int:
         """Count the rows of an epoch over all datasets; the average where episodes have weights."""
-        if self.frames:
-            return max(1, round(sum(ranges.rows for ranges in self.frames)))
-        return sum(self.rows_per_dataset(metas, dropped))
+        return max(1, round(sum(ranges.rows for ranges in self.frames)))
 
 
 def select(
@@ -62,9 +56,7 @@ def select(
 ) -> ChosenEpisodes:
     """Choose the training and the held-out episodes. --dataset.skip_idle reads the training episodes' numeric columns.
 
-    Args:
-        dropped: number of frames left out at the end of each training episode.
-        rename_map: the policy's names for the datasets' features.
+    Rows leave out the last `dropped` frames of each training episode.
     """
     metas = datasets.metas
     candidates = choose(config, datasets)
@@ -76,8 +68,6 @@ def select(
     train, held_out, split_notes = zip(*splits, strict=True)
     notes = list(itertools.chain(*split_notes))
     seconds, weights = config.dataset.skip_idle, datasets.weights
-    if seconds is None and weights is None:
-        return ChosenEpisodes(train, held_out, tuple(notes))
     frames, described = [], []
     for meta, chosen, weight in zip(metas, train, weights or [None] * len(metas), strict=True):
         keys = movement_keys(meta, rename_map)
@@ -91,9 +81,9 @@ def select(
         if idle := len(chosen) - len(ranges.episodes):
             notes.append(f"{meta.root}: {idle} episodes are left out whole by --dataset.skip_idle")
         frames.append(ranges)
-        described.append(
-            (*([] if weight is None else [describe_weights(weight[chosen])]), *table(meta, chosen, ranges))
-        )
+        if seconds is not None or weight is not None:
+            line = [] if weight is None else [describe_weights(weight[chosen])]
+            described.append((*line, *table(meta, chosen, ranges)))
     train = tuple(ranges.episodes for ranges in frames)
     return ChosenEpisodes(train, held_out, tuple(notes), tuple(frames), tuple(described))
 
@@ -114,11 +104,7 @@ def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[st
 
 
 def exclusion(config: Config, datasets: Datasets, unreadable: Mapping[int, Sequence[int]]) -> str:
-    """Return the option that excludes `unreadable` episodes in addition to those already excluded.
-
-    Args:
-        unreadable: episode numbers by index of the dataset.
-    """
+    """Return the option that excludes episodes, `unreadable` by number of the dataset, besides those excluded."""
     excluded = {
         member.root: sorted({*(member.exclude_episodes or ()), *unreadable.get(number, ())})
         for number, member in enumerate(datasets.members)
@@ -140,7 +126,7 @@ def _split(
     dropped: int,
     success: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Split the chosen episodes of a dataset into training and held-out episodes; return both, and notes.
+    """Split the chosen episodes of a dataset into training and held-out ones; return both, and notes.
 
     By default the last ceil(n x eval_split) episodes of each task are held out, as in LeRobot. A rehearsal with its
     preset's share holds out none from small tasks. With `success`, bool (E,), the share applies to each outcome and is
@@ -192,8 +178,6 @@ def _split(
     trained = np.zeros(meta.num_episodes, bool)
     trained[train] = True
     if untrained := [task for task, group in by_task.items() if not trained[group].any()]:
-        examples = ", ".join(map(repr, untrained[:3])) + (
-            f" and {len(untrained) - 3} more" if len(untrained) > 3 else ""
-        )
+        examples = ", ".join(map(repr, untrained[:3])) + " ..." * (len(untrained) > 3)
         notes.append(f"no training episode has the task {examples}: all of its episodes are held out")
     return train, np.asarray(held_out, np.int64), notes

@@ -109,10 +109,10 @@ def resolve(
     chosen = select(config, datasets, dropped, matched.rename_map)
     skipped = check_files(config, datasets, chosen, matched.match.camera_keys)
     if config.dataset.mixture:
-        mixture = with_weights(config.dataset.mixture, chosen.rows_per_dataset(datasets.metas, dropped))
+        mixture = with_weights(config.dataset.mixture, chosen.rows_per_dataset)
         config = replace(config, dataset=replace(config.dataset, mixture=mixture))
         datasets = replace(datasets, members=listed_members(config.dataset, datasets.roots))
-    frames = chosen.rows(datasets.metas, dropped)
+    frames = chosen.rows
     config, smaller = with_fitting_batch(config, frames)
     steps = config.resolve_steps(frames)
     config, rows = plan_rows(config, datasets, matched, chosen, dropped, steps)

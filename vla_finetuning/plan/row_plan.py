@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from lerobot.configs.policies import PreTrainedConfig
 
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
@@ -32,22 +33,16 @@ from vla_finetuning.run.folder import SKIPPED_NAME
 def plan_rows(
     config: Config, datasets: Datasets, matched: Matched, chosen: ChosenEpisodes, dropped: int, steps: int
 ) -> tuple[Config, Rows]:
-    """Decide the rows of a run.
+    """Decide the rows of a run of `steps` optimizer updates. Raises ValueError for an option that does not fit them.
 
-    Args:
-        datasets: datasets with the metadata of `matched`.
-        dropped: number of frames left out at the end of each training episode.
-        steps: number of optimizer updates.
+    `datasets` have the metadata of `matched`; `chosen` leaves out the last `dropped` frames of episodes.
+
     Returns:
         The options with the image size and the rows of a shard; the rows with their weights and labels.
-    Raises:
-        ValueError: an option does not fit the rows.
     """
     metas, match = datasets.metas, matched.match
     selection = Selection(
-        episodes=chosen.train,
-        drop_n_last_frames=dropped,
-        frame_ranges=chosen.frames or None,
+        frame_ranges=chosen.frames,
         weights=[member.weight for member in datasets.members] if config.dataset.mixture else None,
     )
     stream = stream_of(config, steps)
@@ -63,7 +58,7 @@ def plan_rows(
     def row_bytes(features: Features) -> int:
         order = Order(shuffle_seed=config.seed, stream=stream)
         reading = Reading(on_error=config.dataset.on_error, check_files=False)
-        return LeRobotDatasource(metas, Selection(episodes=chosen.train), features, order, reading).row_bytes()
+        return LeRobotDatasource(metas, selection, features, order, reading).row_bytes()
 
     config, features, stored_bytes = with_image_size(config, metas, features, matched.config, row_bytes)
     size = row_bytes(features)
@@ -97,6 +92,12 @@ def plan_rows(
     weights, digest = row_weights(config, metas, matched.config) or (None, None)
     if digest is not None:
         identity["row_weights"] = digest
+    positive = None
+    if config.recap.labels is not None:
+        used = [np.union1d(*pair) for pair in zip(chosen.train, chosen.held_out, strict=True)]
+        labels, digest = read_labels(as_file(config.recap.labels), metas, used)
+        identity |= {"labels": digest, "label_dropout": LABEL_DROPOUT}
+        positive = PerFrame(labels)
     rows = Rows(
         metas=metas,
         train_episodes=chosen.train,
@@ -106,7 +107,8 @@ def plan_rows(
         order=order,
         reading=replace(reading, frame_cache=cache),
         per_epoch=per_epoch,
-        per_dataset=chosen.rows_per_dataset(metas, dropped),
+        per_dataset=chosen.rows_per_dataset,
+        dropped=dropped,
         identity=identity,
         rates={"frames_per_s": source.row_frames(), "decoded_bytes_per_s": source.row_bytes()},
         stored_bytes=stored_bytes,
@@ -114,10 +116,11 @@ def plan_rows(
         distinct_frames=source.distinct_frames,
         epoch_ends=() if d.episode_weights is None else tuple(epoch_ends(source.plan, stream[1])),
         weights=weights,
+        positive=positive,
         rename_map=matched.rename_map,
         described=chosen.described,
     )
-    return config, _with_labels(config, rows)
+    return config, rows
 
 
 def text_columns(config: Config, metas: Sequence[DatasetMetadata]) -> list[str]:
@@ -143,10 +146,8 @@ def stream_of(config: Config, steps: int) -> tuple[int, int]:
 def frames_dropped(config: Config, policy_config: PreTrainedConfig, steps: Sequence[int] | None) -> int:
     """Return the number of frames to leave out at the end of each training episode, as LeRobot's sampler does.
 
-    Args:
-        steps: frames between two actions of a chunk, per dataset; None if 1 for all.
-    Raises:
-        ValueError: the policy's own number assumes one frame per action, and a dataset has more.
+    `steps` are the frames between two actions of a chunk, per dataset; None if 1 for all. Raises ValueError if the
+    policy's own number assumes one frame per action, and a dataset has more.
     """
     if config.dataset.drop_n_last_frames is not None:
         return config.dataset.drop_n_last_frames
@@ -163,8 +164,7 @@ def frames_dropped(config: Config, policy_config: PreTrainedConfig, steps: Seque
 def with_fitting_batch(config: Config, rows: int) -> tuple[Config, list[str]]:
     """Lower a rehearsal's batch size from the preset's if the dataset is smaller than a global batch, with a note.
 
-    Raises:
-        ValueError: a global batch has more rows than there are training frames.
+    Raises ValueError for a global batch of more rows than there are training frames.
     """
     preset, notes = int(PRESETS["demo"]["batch_size"]), []
     if config.preset == "demo" and config.batch_size == preset and config.global_batch_size > rows:
@@ -179,18 +179,6 @@ def with_fitting_batch(config: Config, rows: int) -> tuple[Config, list[str]]:
             "step would see frames twice; lower --batch_size or --grad_accum, or add episodes"
         )
     return config, notes
-
-
-def _with_labels(config: Config, rows: Rows) -> Rows:
-    """Add the labels of --recap.labels to the rows."""
-    if config.recap.labels is None:
-        return rows
-    labels, digest = read_labels(as_file(config.recap.labels), rows.metas, rows.episodes)
-    identity = {**rows.identity, "labels": digest, "label_dropout": LABEL_DROPOUT}
-    return replace(rows, positive=PerFrame(labels), identity=identity)
-
-
-# ---- how they are read ----------------------------------------------------------------------------------------------
 
 
 def _rows_per_block(config: Config, row_bytes: int) -> int:

@@ -21,21 +21,13 @@ Columns = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class HeldOutRows:
-    """The rows on which the held-out loss is computed.
+    """The rows on which the held-out loss is computed. Arrays are int64 (N,)."""
 
-    Attributes:
-        positions: int64 (N,), ascending positions among the held-out rows in stored order.
-        task: int64 (N,), indices into `tasks`.
-        tasks: the instructions of the held-out episodes, the first of each episode.
-        held_out: number of all held-out rows.
-        dataset: int64 (N,), `dataset_index`.
-    """
-
-    positions: np.ndarray
-    task: np.ndarray
-    tasks: tuple[str, ...]
-    held_out: int
-    dataset: np.ndarray
+    positions: np.ndarray  # among the held-out rows in stored order, ascending
+    task: np.ndarray  # indices into `tasks`
+    tasks: tuple[str, ...]  # the first instruction of each held-out episode
+    held_out: int  # number of all held-out rows
+    dataset: np.ndarray  # `dataset_index`
 
 
 @dataclass(frozen=True)
@@ -49,15 +41,16 @@ class Rows:
             the run's last row.
         per_epoch: rows of an epoch; the average if episodes have weights.
         per_dataset: training frames of each dataset.
+        dropped: number of last frames of each training episode that are no rows.
         identity: JSON that determines the stream of rows; a resumed run must have the same.
         rates: camera frames and decoded bytes per row, by the names of their rates in metrics.jsonl.
         stored_bytes: bytes of a row without resizing; None if frames are not resized or sizes differ among datasets.
         cached_bytes: bytes of an epoch's decoded frames, for `reading.frame_cache`.
         distinct_frames: number of an epoch's distinct frames per camera.
         epoch_ends: ends of epochs in the stream; empty if all epochs have equal lengths.
-        weights: float32 (F,), weights of the dataset's frames in the loss; None for equal weights.
-        returns: float32, return of each frame, for a value function; None for a policy.
-        positive: bool, label of each frame for its prompt; None without labels.
+        weights: float32 (F,), weights of the dataset's frames in the loss.
+        returns: float32, return of each frame, for a value function.
+        positive: bool, label of each frame for its prompt.
         rename_map: dataset key -> policy key.
         described: lines per dataset on filtered training episodes; empty if all frames are used.
     """
@@ -71,6 +64,7 @@ class Rows:
     reading: Reading
     per_epoch: int
     per_dataset: tuple[int, ...]
+    dropped: int
     identity: dict[str, Any]
     rates: dict[str, int]
     stored_bytes: int | None = None
@@ -84,11 +78,7 @@ class Rows:
     described: tuple[tuple[str, ...], ...] = ()
 
     def padding(self) -> tuple[int, int, int, float]:
-        """Measure the padding of action chunks at the ends of training episodes.
-
-        Returns:
-            The chunk's steps; the number of shorter episodes; the number of episodes; the padding's share of all steps.
-        """
+        """Return a chunk's steps, the numbers of shorter episodes and of all, and the padding's share of all steps."""
         chunk = 1 + round(max(self.features.delta_timestamps.get("action", (0.0,))) * self.metas[0].fps)
         count = short_episodes = padded_steps = frames = 0
         for number, (meta, episodes) in enumerate(zip(self.metas, self.train_episodes, strict=True)):
@@ -130,24 +120,18 @@ class Rows:
             padded=False,
             window_steps=None if features.window_steps is None else pick(features.window_steps),
         )
-        chosen = replace(
-            selection,
-            episodes=None if selection.episodes is None else pick(selection.episodes),
-            frame_ranges=None if selection.frame_ranges is None else pick(selection.frame_ranges),
-            weights=None if selection.weights is None else pick(selection.weights),
-        )
+        weights = None
+        if selection.weights is not None:
+            weights, rows_per_source = pick(selection.weights), pick(rows_per_source)
         return replace(
             self,
             metas=metas,
             train_episodes=pick(self.train_episodes),
             eval_episodes=pick(self.eval_episodes),
-            selection=chosen,
+            selection=Selection(frame_ranges=pick(selection.frame_ranges or ()), weights=weights),
             features=robot_features,
             per_dataset=pick(self.per_dataset),
-            identity={
-                **self.identity,
-                "rows_per_source": rows_per_source if selection.weights is None else pick(rows_per_source),
-            },
+            identity={**self.identity, "rows_per_source": rows_per_source},
             described=pick(self.described) if self.described else (),
             weights=None,
             positive=None,
@@ -160,7 +144,6 @@ class Rows:
 
     @property
     def block_rows(self) -> int:
-        """Return the rows of a block of training data."""
         return self.order.block_rows or 1
 
     @property
@@ -178,7 +161,6 @@ class Rows:
 
     @property
     def last_row(self) -> int:
-        """Return the end of the run's stream of rows."""
         assert self.order.stream is not None
         return self.order.stream[1]
 
@@ -247,7 +229,7 @@ class Rows:
     def feature_store(
         self, cache: FeatureCache, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, made_by: str
     ) -> FeatureStore:
-        """Return the cached features of the decoded cameras' frames. Args: as for `FeatureStore`."""
+        """Return the cached features of the decoded cameras' frames."""
         cameras = {name: key for name, key in self.cameras.items() if name in shapes}
         camera_shapes = {name: shapes[name] for name in cameras}
         return FeatureStore(cache, self.metas, cameras, self._decoding, camera_shapes, dtype, made_by)

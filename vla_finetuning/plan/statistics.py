@@ -279,12 +279,8 @@ def compute_stats(
         return completed, joint_stats(config, completed, rows)
     weights = [1.0] * len(metas)
     if _weighted(config):
-        frames = [
-            int(meta.episode_length[chosen].sum()) for meta, chosen in zip(metas, trained.train_episodes, strict=True)
-        ]
-        if trained.selection.frame_ranges is not None:
-            frames = [ranges.moving for ranges in trained.selection.frame_ranges]
-        weights = [count / all_frames for count, all_frames in zip(rows, frames, strict=True)]
+        ranges_of_all = trained.selection.frame_ranges or ()
+        weights = [count / ranges.moving for count, ranges in zip(rows, ranges_of_all, strict=True)]
     movements = [movement_of(meta, trained.rename_map, config.dataset.skip_idle) for meta in metas]
     sources = [Source(*source) for source in zip(metas, trained.train_episodes, weights, movements, steps, strict=True)]
     joint, per_dataset = exact_stats(
