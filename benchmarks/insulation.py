@@ -27,6 +27,7 @@ from vla_finetuning.envs.two_bins_scene import MANY_COLOURS
 from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.files import write_json
+from vla_finetuning.options.train import ACTION_WORDS
 from vla_finetuning.plan.demo import DEMO_CACHE, prepare_base
 from vla_finetuning.policies.text_targets import with_text
 from vla_finetuning.run.checkpoint import PREFIX
@@ -52,16 +53,11 @@ def stages(options: argparse.Namespace, seed: int) -> Iterator[Stage]:
     tasks = sorted(meta.tasks.values())
     longest = max(tasks, key=lambda task: len(task.split()))
     tasks += [with_text(longest, text) for colour in MANY_COLOURS for text in TwoBins.subtasks(colour)]
-    base = prepare_base(DEMO_CACHE, features=meta.features, tasks=tasks, fps=meta.fps, insulated=True).absolute()
+    base = prepare_base(DEMO_CACHE, features=meta.features, tasks=tasks, fps=meta.fps, spare_words=ACTION_WORDS)
     played = {**ENVIRONMENT, "env.episode_length": 30, "eval.n_episodes": options.eval_episodes, "seed": seed}
-    shared = {"preset": "demo", "dataset.root": root, "dataset.eval_split": 0, "policy.path": base, **played}
-    shared |= {
-        "scaling.use_gpu": "false",
-        "resume": "auto",
-        "steps": options.steps,
-        "save_freq": options.every,
-        "env_eval_freq": options.every,
-    }
+    shared = {"preset": "demo", "dataset.root": root, "dataset.eval_split": 0, "policy.path": base.absolute(), **played}
+    shared |= {"scaling.use_gpu": "false", "resume": "auto", "steps": options.steps}
+    shared |= {"save_freq": options.every, "env_eval_freq": options.every}
     for arm, flags in ARMS.items():
         folder = options.folder / f"seed{seed}" / arm
         yield Stage(vla.main, shared | flags | {"output_dir": folder}, folder / FINISHED_NAME)

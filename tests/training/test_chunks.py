@@ -11,8 +11,7 @@ from tests import in_process
 from tests.datasets import make_dataset
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.policies.action_tokens import ActionTokenizer
-from vla_finetuning.policies.families.insulation import describe_tokens
+from vla_finetuning.policies.action_tokens import ActionTokenizer, describe_tokens
 from vla_finetuning.training.chunks import describe_chunks, sample_chunks
 
 SPARE_WORDS, CHUNK = 270, 6

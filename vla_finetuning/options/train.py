@@ -14,6 +14,16 @@ TrainMode = Literal["heads", "expert", "full"]
 Attention = Literal["eager", "sdpa"]
 Precision = Literal["auto", "fp32", "bf16"]
 
+# Options of --train that only some policies' losses support.
+LOSS_OPTIONS = (
+    *("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"),
+    "knowledge_insulation",
+)
+# Flags of a run that trains the texts of a column, which follows.
+TEXT_FLAGS = "--train.mode full --train.knowledge_insulation true --train.text_targets"
+# Words for 512 action tokens, their start and their end.
+ACTION_WORDS = 514
+
 
 @dataclass
 class StepOptions:
@@ -135,6 +145,17 @@ class TrainOptions(StepOptions):
     def averages_step(self) -> bool:
         """Return whether the loss is a mean over the whole step, which keeps all of its micro-batches in memory."""
         return self.exact_mean or self.knowledge_insulation
+
+    @property
+    def spare_words(self) -> int:
+        """Return the number of words for action tokens in the vocabulary of a policy that is made for the run."""
+        return ACTION_WORDS if self.knowledge_insulation else 0
+
+    @property
+    def trained_part(self) -> str:
+        """Describe the trainable part of the policy."""
+        writes = f", writes {self.text_targets}" if self.text_targets else ""
+        return self.mode + ", insulated" * self.knowledge_insulation + writes
 
     def describe_augmentation(self, transforms: ImageTransformOptions, wrist: Sequence[str]) -> list[str]:
         """Return the plan's lines on augmentation. `wrist` names the cameras with changes of colour only."""

@@ -20,12 +20,10 @@ from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.policy import PolicyOptions, RunPolicyOptions
 from vla_finetuning.options.programs import Config
-from vla_finetuning.options.train import TrainOptions
-from vla_finetuning.policies.families.insulation import insulated
-from vla_finetuning.policies.family import TRAIN_OPTIONS
+from vla_finetuning.options.train import LOSS_OPTIONS, TrainOptions
 from vla_finetuning.policies.loading import check_weights, fetch_pretrained, load_policy_config, make_policy_config
 from vla_finetuning.policies.meta import meta_policy
-from vla_finetuning.policies.registry import family_of, require_trained, train_as, types_that
+from vla_finetuning.policies.registry import family_of, require_trained, train_by_options, types_that
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, code_source, remote_code
 from vla_finetuning.policies.spec import pretrained_digests, weights_file
 from vla_finetuning.policies.trainable import TrainableReport, choose_trainable, with_float32_masters
@@ -77,8 +75,7 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
             f"{types_that(lambda family: family.row_losses)}; this is a '{policy_type}': use --dataset.on_error=stop"
         )
     config = replace(config, policy_path=path, policy_revision=base.identity["revision"])
-    if config.train.knowledge_insulation and "knowledge_insulation" in family.train_options:
-        train_as(base.config, insulated(family, base.config, config.train, base.folder))
+    train_by_options(base.config, config.train, base.folder)
     if config.train.precision == "auto" and family.in_float32 and not base.config.use_amp:
         config = replace(config, train=replace(config.train, precision="fp32"))  # as LeRobot trains it on GPUs, too
     return config, base
@@ -99,7 +96,7 @@ def check_policy(
             f"type {policy_config.type}; use --train.mode=full, or what the policy's own options (--policy.*) offer to "
             "freeze parts of it"
         )
-    for name in TRAIN_OPTIONS:
+    for name in LOSS_OPTIONS:
         value, default = getattr(train, name), getattr(TrainOptions(), name)
         if value != default and name not in family.train_options:
             types_with_option = types_that(lambda other: name in other.train_options)  # noqa: B023  (called at once)

@@ -23,6 +23,7 @@ from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.mixture import Member, members
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.recap import without_label
+from vla_finetuning.options.train import TEXT_FLAGS
 from vla_finetuning.plan.names import check_camera_keys, check_known_names, proposed_names, with_names
 from vla_finetuning.plan.paths import absolute, with_absolute_paths
 
@@ -155,12 +156,12 @@ def _sort_actions_first(
     texts = [meta for meta in metas if meta.without_actions]
     if not texts:
         return config, listed, metas
-    label, flags = f"dataset {texts[0].root}", "--train.mode full --train.knowledge_insulation true"
+    label = f"dataset {texts[0].root}"
     if config.train.text_targets is None:
         raise ValueError(
             f"{label}: no feature is called action; its features are "
             f"{', '.join(key for key in texts[0].features if key not in ('action', *FRAME_FEATURES))}. Beside datasets "
-            f"with actions (--dataset.mixture) it trains the texts of a column alone: {flags} --train.text_targets "
+            f"with actions (--dataset.mixture) it trains the texts of a column alone: {TEXT_FLAGS} "
             f"{texts[0].text_keys[0]}{''.join(f'; not read of the dataset: {line}' for line in texts[0].not_read)}"
         )
     if len(texts) == len(metas) or not config.dataset.mixture:

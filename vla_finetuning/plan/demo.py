@@ -24,8 +24,6 @@ from vla_finetuning.envs.two_bins_scene import AXES, INSTRUCTIONS, ROBOT_TYPE, S
 from vla_finetuning.envs.writing import writing_videos
 from vla_finetuning.files import atomic_folder
 
-# Words in the tiny policy's vocabulary for 512 action tokens, their start and their end.
-ACTION_WORDS = 514
 # The datasets of the demo, and the policies that it makes.
 DEMO_CACHE = CACHE_DIR / "demo"
 DEMO_PAIRS = 40  # of episodes
@@ -126,7 +124,7 @@ def prepare_base(
     tasks: Sequence[str],
     fps: float,
     labelled: bool = False,
-    insulated: bool = False,
+    spare_words: int = 0,
 ) -> Path:
     """Make a LeRobot pretrained folder of a tiny PI0.5 for a run's data, or reuse an earlier run's.
 
@@ -134,9 +132,8 @@ def prepare_base(
 
     Args:
         cache_dir: folder of the base policies.
-        features, tasks, fps: as for `make_tiny_base`.
+        features, tasks, fps, spare_words: as for `make_tiny_base`.
         labelled: add words for instructions that end with an advantage.
-        insulated: add words for action tokens.
     Raises:
         ValueError: PI0.5 cannot use the data (`make_tiny_base`).
     """
@@ -149,7 +146,7 @@ def prepare_base(
         "tasks": [f"{task}{ending}" for task in tasks for ending in endings],
         "stats": None,
         "fps": fps,
-        **({"spare_words": ACTION_WORDS} if insulated else {}),
+        "spare_words": spare_words,
     }
     base = Path(cache_dir) / f"base-{_cache_key([tiny.CODE], description)}"
     if not base.exists():

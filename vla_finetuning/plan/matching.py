@@ -36,7 +36,7 @@ from vla_finetuning.plan.mixture import (
 )
 from vla_finetuning.plan.names import observation_renames
 from vla_finetuning.plan.statistics import relative_actions
-from vla_finetuning.policies.families.insulation import TextDataset, with_text_datasets
+from vla_finetuning.policies.family import TextDataset
 from vla_finetuning.policies.matching import FeatureMatch, FeatureRow, match_features
 from vla_finetuning.policies.processors import normalization_mode
 from vla_finetuning.policies.registry import family_of, train_as, types_that
@@ -288,7 +288,7 @@ def _add_texts(config: Config, datasets: Datasets, base: Base, matched: Matched)
         present_cameras = frozenset(rename_map.get(key, key) for key in cameras if key in renamed.features)
         texts.append(TextDataset(number, stand_in, present_cameras, has_state, robot.opening if same_robot else ""))
     for policy_config in (base.config, *(robot.config for robot in matched.robots)):
-        train_as(policy_config, with_text_datasets(family_of(policy_config), texts))
+        train_as(policy_config, family_of(policy_config).with_text_datasets(texts))
     steps = *(matched.window_steps or (1,) * action_count), *(1 for _ in texts)
     return replace(matched, metas=tuple(metas), window_steps=steps)
 

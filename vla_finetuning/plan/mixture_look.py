@@ -43,7 +43,7 @@ def describe_texts(meta: DatasetMetadata) -> str:
     return (
         f"{meta.root}: no actions: {meta.num_episodes:,} episodes, {meta.total_frames:,} frames with the texts "
         f"{', '.join(meta.text_keys)}, which train beside datasets with actions (--dataset.mixture, "
-        "--train.knowledge_insulation, --train.text_targets)"
+        "--train.text_targets)"
     )
 
 

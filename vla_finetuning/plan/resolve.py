@@ -225,8 +225,8 @@ def _policy_path(config: Config, datasets: Datasets) -> str | None:
         return None
     data = policy_data(config, datasets, [episodes for episodes, _ in choose(config, datasets)])
     labelled = config.recap.labels is not None
-    insulated = config.train.knowledge_insulation
-    return absolute(demo.prepare_base(demo.DEMO_CACHE, **vars(data), labelled=labelled, insulated=insulated))
+    words = config.train.spare_words
+    return absolute(demo.prepare_base(demo.DEMO_CACHE, **vars(data), labelled=labelled, spare_words=words))
 
 
 def _check_checkpoint(config: Config, spec: PolicySpec) -> None:

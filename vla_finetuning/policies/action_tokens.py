@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,12 +22,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.files import write_json, write_whole
+from vla_finetuning.policies.family import Chunks
 from vla_finetuning.policies.tokenizer_check import check_tokenizer
 
 MODEL_FILE, SETTINGS_FILE = "tokenizer.json", "processor_config.json"
 # Folder inside a run with action tokens, and inside its exported policy.
 ACTION_TOKENIZER_FOLDER = "action_tokenizer"
 SCALE = 10.0
+# Vocabulary of a tokenizer that a run fits, as in arXiv 2505.23705.
+VOCABULARY = 1024
 # Every byte is a token, so that each text can be encoded.
 LEAST_VOCABULARY = len(pre_tokenizers.ByteLevel.alphabet())
 # Last code point before the surrogates, which no text can contain.
@@ -158,3 +162,29 @@ def _texts(coefficients: np.ndarray, lowest: int) -> list[str]:
     """Write each chunk as a text with a character per coefficient, lowest frequencies first."""
     letters = np.clip(coefficients - lowest, 0, LAST_LETTER).reshape(len(coefficients), -1)
     return ["".join(map(chr, chunk)) for chunk in letters]
+
+
+def describe_tokens(tokenizer: ActionTokenizer, sample: Sequence[Chunks]) -> list[str]:
+    """Describe the number of tokens of chunks, and the errors of decoded actions in their units."""
+    lines = []
+    for chunks in sample:
+        values = chunks.values
+        tokens = tokenizer.encode(values)
+        counts, columns = np.array([len(ids) for ids in tokens]), columns_of(values[0].size)
+        cut = f"; the last ones of {(counts >= columns).mean():.1%} do not count" if (counts >= columns).any() else ""
+        back = replace(chunks, values=tokenizer.decode(tokens, values.shape[1:]))
+        apart = np.abs(back.actions - chunks.actions)
+        errors = zip(chunks.names, apart.mean(axis=(0, 1)), apart.max(axis=(0, 1)), strict=True)
+        text = "coming back, they are off by, on average (at most): "
+        text += ", ".join(f"{name} {mean:.2g} ({most:.2g})" for name, mean, most in errors)
+        lines += [
+            f"Actions      {chunks.label}as {tokenizer.vocabulary} tokens: {np.median(counts):.0f} a chunk of "
+            f"{values[0].size} entries (at most {counts.max()}) in {len(values)} chunks{cut}",
+            *textwrap.wrap(text, 118, initial_indent=" " * 13, subsequent_indent=" " * 13, break_long_words=False),
+        ]
+    return lines
+
+
+def columns_of(entries: int) -> int:
+    """Return the most tokens of a chunk that count: one per two entries, in steps of 32. FAST needs one per 3 to 13."""
+    return 32 * math.ceil((entries / 2 + 1) / 32)

@@ -30,11 +30,6 @@ from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
 
 # Part of the parameters that never get a gradient; see `Family.parts`.
 UNUSED = "unused in training"
-# Options of `--train.*` that only some losses support (`Family.train_options`).
-TRAIN_OPTIONS = (
-    *("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"),
-    "knowledge_insulation",
-)
 Columns = dict[str, np.ndarray]
 # Option of LeRobot's main branch (#4056). It is stored in robot.json: LeRobot 0.6.1 refuses a config.json that has it.
 MAX_DELAY = "rtc_training_max_delay"
@@ -171,6 +166,25 @@ class Chunks:
         return self.zero + self.values[..., : len(self.zero)] * (self.one - self.zero)
 
 
+@dataclass(frozen=True)
+class TextDataset:
+    """Dataset without actions, whose rows train only their text.
+
+    Attributes:
+        number: `dataset_index` of its rows.
+        stand_in: `dataset_index` of the dataset as which its rows are prepared, before actions are masked.
+        cameras: its cameras, by the policy's names.
+        state: whether it has the state of the robot of `stand_in`; if not, prompts leave the state out.
+        opening: text before each of its instructions.
+    """
+
+    number: int
+    stand_in: int
+    cameras: frozenset[str]
+    state: bool = False
+    opening: str = ""
+
+
 LossClass = type[PolicyLoss]
 
 
@@ -196,7 +210,7 @@ class Family:
         loss_class: class of the loss if LeRobot's `forward` computes it.
         modes: trainable parts (`parts`) by `--train.mode`. If empty, only `full` exists, and trains the parameters that
             the policy's configuration leaves trainable.
-        train_options: subset of TRAIN_OPTIONS that the loss supports.
+        train_options: those of `LOSS_OPTIONS` (--train.*) that the loss supports.
         ignored_options: options of the policy without effect here, each with a description of its replacement.
         row_losses: whether the loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
         flow: whether the loss is a `flow.FlowLoss`, which gives action chunks a probability.
@@ -302,6 +316,10 @@ class Family:
             tokenizer_step: step with `input_tokenizer`; None if the processors make no tokens.
         """
         return prepare
+
+    def with_text_datasets(self, datasets: Sequence[TextDataset]) -> Family:
+        """Return the family of a run that has datasets without actions."""
+        return self
 
     def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> Family:
         """Return the family fitted to a run's rows before training. Called on the driver at each start.

@@ -3,11 +3,13 @@
 import importlib
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lerobot.configs import PreTrainedConfig
 from lerobot.utils.import_utils import register_third_party_plugins
 
+from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies import (
     families,
     tiny_pi05,  # noqa: F401  (registers the demo's policy type with LeRobot)
@@ -19,11 +21,12 @@ FAMILY_ATTRIBUTE = "_family"
 # Packages whose policy types the tests compare with lerobot-train.
 PROVEN = ("lerobot", "vla_finetuning")
 
-FAMILIES: dict[str, Family] = {
-    family.type: family
-    for file in pkgutil.iter_modules(families.__path__, f"{families.__name__}.")
-    for family in importlib.import_module(file.name).FAMILIES
-}
+_MODULES = [
+    importlib.import_module(file.name) for file in pkgutil.iter_modules(families.__path__, f"{families.__name__}.")
+]
+FAMILIES: dict[str, Family] = {family.type: family for module in _MODULES for family in getattr(module, "FAMILIES", ())}
+# Functions that replace a family in runs with an option (--train.*), by the name of the option.
+BY_OPTION = {option: make for module in _MODULES for option, make in getattr(module, "BY_OPTION", {}).items()}
 
 
 def family_of(config: PreTrainedConfig) -> Family:
@@ -34,6 +37,17 @@ def family_of(config: PreTrainedConfig) -> Family:
 def train_as(config: PreTrainedConfig, family: Family) -> None:
     """Make `family_of` return `family` for a configuration and its copies. Saved files do not record it."""
     setattr(config, FAMILY_ATTRIBUTE, family)
+
+
+def train_by_options(config: PreTrainedConfig, train: TrainOptions, folder: Path | None) -> None:
+    """Make `family_of` return the family of a run with these options.
+
+    Args:
+        folder: folder of the policy that the run starts from; None for random weights.
+    """
+    for option, make in BY_OPTION.items():
+        if getattr(train, option) and option in (family := family_of(config)).train_options:
+            train_as(config, make(family, config, train, folder))
 
 
 def family_of_class(config_class: type, policy_type: str) -> Family:

@@ -224,8 +224,7 @@ class PolicySpec:
         if self.value is not None:
             return "a value function" + (" and what it sees with" if self.value.backbone_lr else " on a frozen policy")
         if not peft.enabled:
-            insulated, text = self.train.knowledge_insulation, self.train.text_targets
-            return self.train.mode + ", insulated" * insulated + (f", writes {text}" if text else "")
+            return self.train.trained_part
         targets = "the policy type's own choice of layers" if peft.target_modules is None else peft.target_modules
         full_modules = f", and all of {peft.full_training_modules}" if peft.full_training_modules else ""
         return f"LoRA of rank {peft.r}, alpha {peft.lora_alpha or 8}, in {targets}{full_modules}"

@@ -18,8 +18,7 @@ from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import with_placeholders
-from vla_finetuning.policies.action_tokens import ActionTokenizer, fetch_tokenizer
-from vla_finetuning.policies.families.insulation import VOCABULARY, describe_tokens
+from vla_finetuning.policies.action_tokens import VOCABULARY, ActionTokenizer, describe_tokens, fetch_tokenizer
 from vla_finetuning.policies.family import Chunks
 from vla_finetuning.policies.registry import family_of, train_as
 from vla_finetuning.policies.spec import PolicySpec

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -39,19 +38,20 @@ from vla_finetuning.policies.action_tokens import (
     ACTION_TOKENIZER_FOLDER,
     LEAST_VOCABULARY,
     MODEL_FILE,
+    VOCABULARY,
     ActionTokenizer,
+    columns_of,
+    describe_tokens,
     fetch_tokenizer,
 )
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.families.pi05 import PI05, PI05Loss, Prefix, image_tokens, norm, suffix_layer
-from vla_finetuning.policies.family import MEAN_COUNT, Chunks, Columns, Family, PolicyLoss
+from vla_finetuning.policies.family import MEAN_COUNT, Chunks, Columns, Family, PolicyLoss, TextDataset
 from vla_finetuning.policies.flow import ROW_FACTORS, repeat_rows
 from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, TEXT_MASK, WithText
 from vla_finetuning.policies.texts import TASK
 from vla_finetuning.policies.tiny_pi05 import SPARE_WORD
 from vla_finetuning.terminal import print_safe
-
-FAMILIES = ()
 
 # Columns of a batch: action tokens, and their mask, False for padding.
 TOKENS, TOKENS_MASK = "action_tokens", "action_tokens_mask"
@@ -59,8 +59,6 @@ TOKENS, TOKENS_MASK = "action_tokens", "action_tokens_mask"
 HAS_ACTION = "has_action"
 # PaliGemma's last words stand for image segments; LeRobot's PI0-FAST does not use them either.
 LAST_WORDS = 128
-# Vocabulary of a tokenizer that the run fits, as in the paper.
-VOCABULARY = 1024
 
 
 class InsulatedLoss(PI05Loss):
@@ -207,25 +205,6 @@ def _all_loss_masks(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TextDataset:
-    """Dataset without actions, whose rows train only their text.
-
-    Attributes:
-        number: `dataset_index` of its rows.
-        stand_in: `dataset_index` of the dataset as which its rows are prepared, before actions are masked.
-        cameras: its cameras, by the policy's names.
-        state: whether it has the state of the robot of `stand_in`; if not, prompts leave the state out.
-        opening: text before each of its instructions.
-    """
-
-    number: int
-    stand_in: int
-    cameras: frozenset[str]
-    state: bool = False
-    opening: str = ""
-
-
-@dataclass(frozen=True)
 class InsulatedPI05(PI05):
     """PI0.5 with --train.knowledge_insulation.
 
@@ -278,6 +257,9 @@ class InsulatedPI05(PI05):
         if not self.text_datasets:
             return prepare
         return WithoutActions(prepare, self.text_datasets, tuple(config.image_features), tokenizer_step)
+
+    def with_text_datasets(self, datasets: Sequence[TextDataset]) -> InsulatedPI05:
+        return replace(self, text_datasets=tuple(datasets))
 
     def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> InsulatedPI05:
         """Load the tokenizer that an earlier start wrote into the run's folder, or fit and write it.
@@ -416,11 +398,6 @@ def prompt_without_state(instruction: str) -> str:
     return f"Task: {instruction.strip().replace('_', ' ').replace(chr(10), ' ')};\nAction: "
 
 
-def with_text_datasets(family: Family, datasets: Sequence[TextDataset]) -> Family:
-    """Return the family with the run's datasets without actions; return families other than insulated PI0.5 as is."""
-    return replace(family, text_datasets=tuple(datasets)) if isinstance(family, InsulatedPI05) else family
-
-
 def insulated(
     plain: Family, config: PreTrainedConfig, train: TrainOptions, folder: Path | None = None
 ) -> InsulatedPI05:
@@ -449,37 +426,15 @@ def insulated(
     return family
 
 
-def describe_tokens(tokenizer: ActionTokenizer, sample: Sequence[Chunks]) -> list[str]:
-    """Describe the number of tokens of chunks, and the errors of decoded actions in their units."""
-    lines = []
-    for chunks in sample:
-        values = chunks.values
-        tokens = tokenizer.encode(values)
-        counts, columns = np.array([len(ids) for ids in tokens]), _columns(values[0].size)
-        cut = f"; the last ones of {(counts >= columns).mean():.1%} do not count" if (counts >= columns).any() else ""
-        back = replace(chunks, values=tokenizer.decode(tokens, values.shape[1:]))
-        apart = np.abs(back.actions - chunks.actions)
-        errors = zip(chunks.names, apart.mean(axis=(0, 1)), apart.max(axis=(0, 1)), strict=True)
-        text = "coming back, they are off by, on average (at most): "
-        text += ", ".join(f"{name} {mean:.2g} ({most:.2g})" for name, mean, most in errors)
-        lines += [
-            f"Actions      {chunks.label}as {tokenizer.vocabulary} tokens: {np.median(counts):.0f} a chunk of "
-            f"{values[0].size} entries (at most {counts.max()}) in {len(values)} chunks{cut}",
-            *textwrap.wrap(text, 118, initial_indent=" " * 13, subsequent_indent=" " * 13, break_long_words=False),
-        ]
-    return lines
-
-
 def token_columns(config: Any) -> int:
     """Return F: one token per two entries of a chunk, in steps of 32. FAST needs one per 3 to 13 entries."""
-    return _columns(config.chunk_size * config.output_features[ACTION].shape[0])
-
-
-def _columns(entries: int) -> int:
-    return 32 * math.ceil((entries / 2 + 1) / 32)
+    return columns_of(config.chunk_size * config.output_features[ACTION].shape[0])
 
 
 def spare_words(config: PreTrainedConfig) -> int | None:
     """Count the words for action tokens in the policy's own vocabulary; return None for PaliGemma's vocabulary."""
     own = getattr(config, "vocabulary", None)
     return None if own is None else sum(word.startswith(SPARE_WORD) for word in own)
+
+
+BY_OPTION = {"knowledge_insulation": insulated}
