@@ -59,19 +59,18 @@ def train(policy, module, steps, accum=1, autocast=None, first=0):
     return losses
 
 
-@pytest.mark.parametrize("mode, checkpointing", [("heads", False), ("full", True)])
-def test_layers_compile_once_and_change_nothing(mode, checkpointing):
+def test_layers_compile_once_and_change_nothing():
     """AOTAutograd's graphs, forward and backward, run by PyTorch: all of compiling but the code generator."""
     policy = make_policy(2)
-    choose_trainable(policy, mode)
+    choose_trainable(policy, "full")
     plain = copy.deepcopy(policy)
-    options = {"attention": "sdpa", "checkpointing": checkpointing}
+    options = {"attention": "sdpa", "checkpointing": True}
     module, reference = PI05Loss(policy, **options, compile=Compiler("aot_eager")), PI05Loss(plain, **options)
     found = train(policy, module, 1)
     # From now on nothing may compile: other noise, other weights.
     with torch.compiler.set_stance("fail_on_recompile"):
-        found += train(policy, module, 2, first=1)
-    expected = train(plain, reference, 1) + train(plain, reference, 2, first=1)
+        found += train(policy, module, 1, first=1)
+    expected = train(plain, reference, 1) + train(plain, reference, 1, first=1)
     assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -83,7 +82,8 @@ def test_one_graph_for_all_layers_of_a_kind():
     train(policy, module, 1, accum=2)
     assert backend.graphs == 4  # vision, language and action layers (2, 2 and 3 of them); the last keys and values
     frames = torch._dynamo.utils.counters["frames"]["total"]
-    train(policy, module, 3, accum=2, first=1)
+    train(policy, module, 1, accum=2, first=1)
+    assert list(module.state_dict()) == list(PI05Loss(policy).state_dict())  # names in checkpoints stay
     assert backend.graphs == 4 and torch._dynamo.utils.counters["frames"]["total"] == frames
 
 
@@ -95,8 +95,8 @@ def test_under_autocast_and_ddp(process_group):
     # Of buckets as small as a layer, at whose ends Dynamo would cut.
     module = DistributedDataParallel(PI05Loss(policy, attention="sdpa", compile=Compiler(backend)), bucket_cap_mb=0.02)
     reference = DistributedDataParallel(PI05Loss(plain, attention="sdpa"))
-    found = train(policy, module, 3, accum=2, autocast=torch.bfloat16)
-    assert found == pytest.approx(train(plain, reference, 3, accum=2, autocast=torch.bfloat16), rel=1e-4)
+    found = train(policy, module, 2, accum=2, autocast=torch.bfloat16)
+    assert found == pytest.approx(train(plain, reference, 2, accum=2, autocast=torch.bfloat16), rel=1e-4)
     assert backend.graphs == 4
 
 
@@ -117,14 +117,6 @@ def test_compilations_are_counted_logged_and_bounded(caplog):
 
 def _double(layer, values):
     return 2 * values
-
-
-def test_names_in_checkpoints_stay():
-    policy = make_policy(1)
-    names = list(PI05Loss(policy).state_dict())
-    module = PI05Loss(policy, compile=Compiler("eager"))
-    module(*make_batch(policy)).backward()
-    assert list(module.state_dict()) == names
 
 
 def fails_to_compile(graph, examples):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.act.configuration_act import ACTConfig
-from lerobot.policies.lingbot_va.utils import FlexAttnFunc
 from lerobot.policies.vqbet.configuration_vqbet import VQBeTConfig
 from torch import nn
 
@@ -72,12 +71,6 @@ def test_what_is_said_of_packages_is_true():
     for kind, packages in (("groot", ("dm-tree",)), ("wall_x", ("torchdiffeq", "qwen-vl-utils"))):
         for package in packages:
             assert package in FAMILIES[kind].refused and not re.search(rf"^{package}\b", lock, re.MULTILINE)
-
-
-def test_what_is_said_of_half_precision_is_true():
-    query = torch.rand(1, 4, 2, 16)
-    with pytest.raises(ValueError, match="requires a half-precision dtype"):
-        FlexAttnFunc()(query, query, query, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("on_hub", [False, True])

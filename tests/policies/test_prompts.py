@@ -18,11 +18,10 @@ def lengths_of(config, cameras):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("mode", ["heads", "expert", "full"])
-def test_loss_and_gradients_are_those_of_padded_prompts(mode, attention):
+def test_loss_and_gradients_are_those_of_padded_prompts(attention):
     torch.set_num_threads(1)
     policy = make_policy(2, tokenizer_max_length=120)
-    choose_trainable(policy, mode)
+    choose_trainable(policy, "full")
     batch, noise, time = make_batch(policy)  # the longest prompt has 11 tokens
     lengths = lengths_of(policy.config, 2)
     cut = cut_prompts({key: batch[key].numpy() for key in (TOKENS, MASK)}, lengths)
@@ -42,7 +41,7 @@ def test_loss_and_gradients_are_those_of_padded_prompts(mode, attention):
 
 @pytest.mark.parametrize("cameras", [1, 2, 3])
 def test_no_length_is_one_at_which_a_kernel_is_known_to_be_wrong(cameras):
-    for chunk_size in range(1, 130):
+    for chunk_size in range(1, 130, 3):
         config = real_config(cameras)
         config.chunk_size = chunk_size
         lengths = lengths_of(config, cameras)

@@ -10,9 +10,9 @@ from transformers.models.siglip.modeling_siglip import SiglipMLP
 from vla_finetuning.policies.recompute import feed_forward
 
 WIDTH, WIDE, ROWS, TOKENS = 16, 64, 3, 5
-FP32, FP64, BF16 = torch.float32, torch.float64, torch.bfloat16
+FP32, BF16 = torch.float32, torch.bfloat16
 # Of the weights, and of autocast.
-PRECISIONS = [(FP32, None), (FP64, None), (FP32, BF16), (BF16, None)]
+PRECISIONS = [(FP32, None), (FP32, BF16), (BF16, None)]
 
 
 def make_mlp(dtype=torch.float32, act="gelu_pytorch_tanh"):

@@ -69,23 +69,6 @@ def test_the_space_of_aloha_is_lerobots_and_leaves_the_batch_alone(backbone):
     torch.testing.assert_close(loss.detach(), lerobots(policy, batch, noise, time)[0])
 
 
-def test_images_and_words_run_without_autograd_and_the_state_with(backbone, monkeypatch):
-    policy = make_policy(backbone)
-    choose_trainable(policy, "heads")
-    loss, grad = SmolVLALoss(policy), {}
-    for name in ("_vision_layer", "_prefix_layer", "_state_layer"):
-        function = getattr(loss, name)
-
-        def noted(*arguments, name=name, function=function):
-            result = function(*arguments)
-            grad.setdefault(name, set()).add((result if name == "_vision_layer" else result[0]).requires_grad)
-            return result
-
-        monkeypatch.setattr(loss, name, noted)
-    loss.prefix(make_batch(policy)[0])
-    assert grad == {"_vision_layer": {False}, "_prefix_layer": {False}, "_state_layer": {True}}
-
-
 @pytest.mark.parametrize("patches", [(4, 4), (3, 5), (7, 7), (6, 2)])
 def test_patches_have_the_places_that_transformers_gives_them(patches):
     vision = SmolVLMVisionConfig(hidden_size=2, image_size=56, patch_size=8, num_attention_heads=1)

@@ -30,7 +30,7 @@ from vla_finetuning.training.model import make_prepare
 SPARE_WORDS = 270
 SUBTASKS = ["reach the red bin", "go_on  "]
 # Strategies, and whether text is trained by them.
-STRATEGIES = {"ddp": True, "fsdp2": True, "fsdp2_reshard": False}
+STRATEGIES = {"ddp": True, "fsdp2_reshard": False}
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,9 @@ def whole(setting):
     return weights, file
 
 
-@pytest.mark.parametrize("text", [False, True])
-def test_two_micro_batches_with_unequal_tokens_are_one(setting, whole, text):
-    halves = resolved(setting, f"halves-{text}", text=text, batch_size=2, grad_accum=2)
-    assert apart(trained(halves), whole[0][text]) < 5e-6
+def test_two_micro_batches_with_unequal_tokens_are_one(setting, whole):
+    halves = resolved(setting, "halves", text=True, batch_size=2, grad_accum=2)
+    assert apart(trained(halves), whole[0][True]) < 5e-6
 
 
 def in_rank(rank, world, setting, file):

@@ -55,9 +55,6 @@ class ActionTokenizer:
     def _bpe(self) -> Tokenizer:
         return Tokenizer.from_str(self.model)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return ActionTokenizer, (self.model, self.scale, self.lowest)
-
     @property
     def vocabulary(self) -> int:
         return self._bpe.get_vocab_size()
@@ -66,10 +63,7 @@ class ActionTokenizer:
     def fit(cls, chunks: np.ndarray, vocabulary: int, scale: float = SCALE) -> ActionTokenizer:
         """Fit a tokenizer with at least LEAST_VOCABULARY tokens to chunks, float (N, T, A).
 
-        The same chunks in the same order give the same tokenizer.
-
-        Raises:
-            ValueError: there is no chunk, or values are not finite.
+        The same chunks in the same order give the same tokenizer. Raises ValueError unless all values are finite.
         """
         if not len(chunks) or not np.isfinite(chunks).all():
             raise ValueError(
@@ -88,11 +82,7 @@ class ActionTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> ActionTokenizer:
-        """Load a tokenizer from the files of `save` or of FAST's authors.
-
-        Raises:
-            ValueError: a file is missing or invalid.
-        """
+        """Load a tokenizer from the files of `save` or of FAST's authors; raise ValueError for others."""
         try:
             settings = json.loads((folder / SETTINGS_FILE).read_text())
             tokenizer = cls((folder / MODEL_FILE).read_text(), float(settings["scale"]), int(settings["min_token"]))
@@ -118,13 +108,7 @@ class ActionTokenizer:
         return [encoding.ids for encoding in self._bpe.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Sequence[Sequence[int]], shape: tuple[int, int]) -> np.ndarray:
-        """Decode tokens to chunks, float64 (N, T, A).
-
-        Args:
-            shape: T and A.
-        Raises:
-            ValueError: tokens do not encode a chunk of this shape.
-        """
+        """Decode tokens to chunks of `shape` (T, A), float64 (N, T, A). Raises ValueError for another shape."""
         texts = [self._bpe.decode(list(ids), skip_special_tokens=False) for ids in tokens]
         wrong = next((text for text in texts if len(text) != math.prod(shape)), None)
         if wrong is not None:

@@ -62,7 +62,7 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor,
 
 
 def _fold(query: Tensor, key: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries (B, H, tokens, D) as (B, G, tokens * H / G, D), and the bias in the matching shape."""
+    """Return queries as (B, G, tokens * H / G, D), and the bias in the matching shape."""
     # Kernels with a mask need as many key heads as query heads. Folding query heads that share keys into more queries
     # needs no copy where G is 1. Repeated keys and values would be stored for backward; as expanded views they make the
     # memory-efficient kernel wrong at some lengths (torch 2.11, pytorch/pytorch#191937).
@@ -107,12 +107,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """Kernel that a run uses.
-
-    Attributes:
-        backends: PyTorch's name of the backend by shape.
-        refused: descriptions of the kernels that were tried before and are wrong.
-    """
+    """Kernel that a run uses, PyTorch's name of its backend by shape, and descriptions of wrong kernels before it."""
 
     kernel: Kernel
     backends: dict[str, str]
@@ -128,9 +123,8 @@ def choose_kernel(
     device and needs some of its memory, so call it before gradients and optimizer state exist.
 
     Args:
-        preferred: first kernel to try; "eager" is the reference and is returned without a check.
+        preferred: "eager" is the reference and is returned without a check.
         attentions: attention layers, of which only the sizes are used, with the shapes of their inputs.
-        dtype: dtype of queries, keys and values.
     """
     attentions = list(attentions)
     refused: list[str] = []

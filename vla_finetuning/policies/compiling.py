@@ -30,7 +30,7 @@ MAX_REASON = 500
 
 
 def why_not(device: torch.device) -> str | None:
-    """Return the reason not to try `torch.compile` on `device`; None if there is none."""
+    """Return the reason not to try `torch.compile` on `device`, if any."""
     if device.type != "cuda":
         return f"the step runs on the {device.type.upper()}, and only GPUs gain from it"
     capability = torch.cuda.get_device_capability(device)

@@ -31,8 +31,6 @@ def flops_per_sample(
     products, convolutions and attention. Recomputation for gradient checkpointing is not counted.
 
     Args:
-        policy: a policy or its configuration.
-        mode, adapters: as for `choose_trainable`.
         prompt: language tokens, padding included; None: `tokenizer_max_length` of the configuration.
         features: whether vision features are cached, so that the vision tower does not run.
     Returns:

@@ -53,8 +53,9 @@ class PolicyLoss(nn.Module):
     training worker.
 
     Args:
-        policy: policy in any mode, with `requires_grad` already set.
+        policy: policy with `requires_grad` already set.
         images: converter of uint8 cameras to float; required for policies that normalise images.
+        _: options of `layers.LayeredLoss`, which LeRobot's losses lack. `LOSS_OPTIONS` are refused before the run.
     Attributes:
         attention: kernel of the modules that `attentions` lists; `attention.choose_kernel` may replace it.
         reaches_all: whether every trainable parameter gets a gradient in every step. LeRobot's own losses leave some
@@ -68,7 +69,7 @@ class PolicyLoss(nn.Module):
     metrics: DeviceMetrics | None = None
     robots: tuple[str, ...] = ()
 
-    def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None):
+    def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None, **_: Any):
         super().__init__()
         if images is None:
             if normalization_mode(policy.config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY:
@@ -89,10 +90,9 @@ class PolicyLoss(nn.Module):
         return loss
 
     def add_metrics(self, values: Mapping[str, Any] | None) -> None:
-        """Add the values that a training forward returned besides the loss to `metrics`, under LeRobot's names.
+        """Add numbers and one-element tensors that a training forward returned besides the loss to `metrics`.
 
-        Args:
-            values: numbers and one-element tensors by name. Other types and names in `util.COMMON_METRICS` are skipped.
+        Names in `util.COMMON_METRICS` and other types are skipped.
         """
         if self.metrics is None or not self.training or not isinstance(values, Mapping):
             return
@@ -148,8 +148,7 @@ class Chunks:
 
     Attributes:
         values: normalised actions as the policy learns them, float32 (N, T, A).
-        zero: normalised 0 in the robot's action units, float64 (R,) with R <= A.
-        one: normalised 1 in the robot's action units, float64 (R,).
+        zero, one: normalised 0 and 1 in the robot's action units, float64 (R,) with R <= A.
         names: names of the R entries.
         label: label of the robot; empty if the run has one robot.
     """
@@ -198,8 +197,7 @@ class Family:
         refused: why this library does not train the type; empty if it does.
         chunk_draws: random numbers of `predict_action_chunk`: "noise" if it takes the noise as an argument,
             (N, chunk_size, max_action_dim); "nothing" if it is deterministic; "its own" if it draws them itself.
-        tokenizer: Hub id of the tokenizer; see `tokenizer_name`.
-        tokenizer_option: option of the policy that names the tokenizer; see `tokenizer_name`.
+        tokenizer, tokenizer_option: Hub id of the tokenizer, or option of the policy that names it (`tokenizer_name`).
         in_float32: whether LeRobot trains the type in float32 on GPUs too, unless the option `use_amp` is on.
         reads_texts: whether the forward takes instructions as text: the column `task`, a list of strings.
         sized_by_images: whether the network or its validation depends on the configured image shapes; a pretrained
@@ -207,7 +205,6 @@ class Family:
         offline: whether LeRobot builds the network without downloads from `without_downloads(config)`, so that names
             and shapes of weights are known before training. True for every type with `from_config`.
 
-        loss_class: class of the loss if LeRobot's `forward` computes it.
         modes: trainable parts (`parts`) by `--train.mode`. If empty, only `full` exists, and trains the parameters that
             the policy's configuration leaves trainable.
         train_options: those of `LOSS_OPTIONS` (--train.*) that the loss supports.
@@ -280,28 +277,9 @@ class Family:
         """Return the part of each parameter by the parameter's name; UNUSED for parameters without gradients."""
         return {}
 
-    def make_loss(
-        self,
-        policy: PreTrainedPolicy,
-        *,
-        images: DeviceHalf | None = None,
-        attention: Kernel = "eager",
-        mask_padding: bool = False,
-        checkpointing: bool = False,
-        compile: Any = None,
-    ) -> PolicyLoss:
-        """Make the loss of a policy whose `requires_grad` flags are set.
-
-        Args:
-            attention: kernel of the attention layers that support a choice.
-            images, mask_padding, checkpointing, compile: see `pi05.PI05Loss`.
-        Raises:
-            ValueError: the loss does not support an option.
-        """
-        options = {"mask_padding": mask_padding, "checkpointing": checkpointing, "compile": compile is not None}
-        if unknown := [name for name, enabled in options.items() if enabled]:
-            raise ValueError(f"LeRobot's own loss of a '{policy.config.type}' has no {unknown[0]}: leave it out")
-        return self.loss_class(policy, images=images)
+    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
+        """Make the loss of a policy whose `requires_grad` flags are set, with options of `layers.LayeredLoss`."""
+        return self.loss_class(policy, **options)
 
     def training_state(self) -> dict[str, Tensor]:
         """Return tensors that the loss adds to checkpoints, but not to exports, by name. Resuming writes to them."""
@@ -310,11 +288,7 @@ class Family:
     def prepared(
         self, prepare: Callable[[Columns], Columns], config: PreTrainedConfig, tokenizer_step: Any
     ) -> Callable[[Columns], Columns]:
-        """Return `prepare`, extended by the columns that the loss needs besides the processors' output.
-
-        Args:
-            tokenizer_step: step with `input_tokenizer`; None if the processors make no tokens.
-        """
+        """Return `prepare`, extended by the columns that the loss needs besides the processors' output."""
         return prepare
 
     def with_text_datasets(self, datasets: Sequence[TextDataset]) -> Family:
@@ -338,19 +312,11 @@ class Family:
         """Write state from `fit_to_rows` into the folder of an exported policy, for later runs from it."""
 
     def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
-        """Draw the noise and time of a step as a function of (seed, step, rows).
-
-        Returns:
-            noise and time, each (rows, ...); None if the policy draws them itself.
-        """
+        """Draw noise and time of a step, (rows, ...), by (seed, step, rows); None if the policy draws them itself."""
         return None, None
 
     def check_batch(self, batch: Mapping[str, Tensor], config: PreTrainedConfig) -> None:
-        """Check the shapes of a run's first batch before it enters the loss.
-
-        Raises:
-            ValueError: the batch has no camera, or its chunks have another length than the policy's.
-        """
+        """Refuse a run's first batch if it has no camera, or its chunks have another length than the policy's."""
         deltas = config.action_delta_indices
         shape = (len(batch[ACTION]), *([] if deltas is None else [len(deltas)]))
         if (actual := tuple(batch[ACTION].shape[:-1])) != shape:
@@ -391,7 +357,6 @@ class Family:
         """Return the observation and action processors between an environment and the policy's own processors.
 
         Args:
-            env: LeRobot's configuration of the environment.
             later_steps: registered names of steps that run on observations afterwards and must not run twice.
         """
         return env.get_env_processors()

@@ -50,9 +50,7 @@ def sample_noise_and_time(
     Runs on the device without a host sync. CPU and CUDA generators give different numbers.
 
     Args:
-        config: the policy's configuration, with T, the padded action width and, without `times`, LeRobot's time
-            distribution (`PI05Pytorch.sample_time`).
-        times: time distribution of a policy whose configuration has none.
+        times: time distribution of a policy whose configuration has none, as of `PI05Pytorch.sample_time`.
     Returns:
         noise float32 (G, T, max_action_dim), standard normal; time float32 (G,). With MAX_DELAY in the configuration
         time is (G, T, 2), as `give_first_actions` returns it.
@@ -89,8 +87,6 @@ def give_first_actions(time: Tensor, chunk: int, max_delay: int, generator: torc
     inference. Their number is uniform from 0 to `max_delay`, as on LeRobot's main branch (#4056). Given actions have
     time 0, the clean end of the flow, and no loss.
 
-    Args:
-        time: float32 (G,), times of all rows of an optimizer step.
     Returns:
         float32 (G, T, 2): the time and the loss weight of each action. The weight is 0 for given actions. It is scaled
         so that the mean over all actions of the step equals the mean over its predicted actions.
@@ -111,7 +107,6 @@ class FlowLoss(PolicyLoss):
     With a mixture of robots, a row's loss is the mean over the action dimensions of the row's robot (`ACTION_DIMS`).
 
     Args:
-        policy, images: as for `PolicyLoss`.
         mask_padding: set the loss of padded action steps (`action_is_pad`) to zero. Padded steps still count in the
             mean's denominator, so that a batch's loss is the mean of its micro-batches' losses. If False, padded steps
             have a loss like any other step, as in LeRobot's PI0.5 and openpi.

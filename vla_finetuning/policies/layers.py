@@ -27,7 +27,6 @@ class LayeredLoss(FlowLoss):
     """A flow matching loss that is computed layer by layer.
 
     Args:
-        policy, images, mask_padding: as for `FlowLoss`.
         attention: kernel of the language model and the expert. "eager" is LeRobot's code; the others are equal up to
             rounding and store no attention weights. May be set later, e.g. to the result of `attention.choose_kernel`.
         checkpointing: save only the inputs of each layer and recompute the layer in backward. Saves memory and gives
@@ -88,8 +87,7 @@ def mask_absent(mask: Tensor, batch: Mapping[str, Tensor], tokens: Mapping[str, 
     """Mask in place the tokens of cameras in the rows of robots without these cameras.
 
     Args:
-        mask: bool (B, P), True for tokens that are attended to; image tokens come first.
-        tokens: number of tokens of each camera, in order.
+        mask: bool (B, P), True for tokens that are attended to. It begins with each camera's number of `tokens`.
     """
     first = 0
     for key, number in tokens.items():

@@ -12,12 +12,9 @@ from vla_finetuning.policies.registry import family_of
 
 
 def meta_policy(config: PreTrainedConfig) -> PreTrainedPolicy:
-    """Build the policy of a configuration on the meta device.
+    """Build the policy of a configuration on the meta device; raise ValueError if LeRobot cannot build it.
 
     Requires a family with `from_config` or `offline`: others may download their backbones.
-
-    Raises:
-        ValueError: LeRobot cannot build the policy.
     """
     config = family_of(config).without_downloads(copy.deepcopy(config))
     config.device = "meta"

@@ -23,7 +23,7 @@ def prompt_lengths(longest: int, images: int, steps: int) -> tuple[int, ...]:
 
     Args:
         longest: length that the tokenizer pads to.
-        images, steps: numbers of positions before the prompt, and after it that attend to it.
+        images, steps: numbers of positions before the prompt, and after it.
     """
     step = STEP * -(-longest // (STEP * MAX_LENGTHS))
     lengths = (*range(step, longest, step), longest)
@@ -40,14 +40,9 @@ def _next_safe_length(length: int, images: int, steps: int) -> int:
 
 
 def cut_prompts(columns: Mapping[str, np.ndarray], lengths: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Cut the prompts of a micro-batch to the smallest length that fits all of them; keep other columns.
+    """Cut the prompts of a micro-batch, (B, L), to the smallest of `lengths` that fits all; keep other columns.
 
-    Args:
-        columns: columns of the micro-batch, with tokens int (B, L) and their mask bool (B, L). Padding on the left
-            cannot be cut.
-        lengths: result of `prompt_lengths`.
-    Raises:
-        ValueError: a prompt is longer than the last length.
+    Padding on the left cannot be cut. Raises ValueError for a prompt that is longer than the last length.
     """
     counts = np.flatnonzero(columns[OBS_LANGUAGE_ATTENTION_MASK].any(axis=0))
     longest = int(counts[-1]) + 1 if len(counts) else 0

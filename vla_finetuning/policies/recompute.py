@@ -15,16 +15,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-# Name of the activation in Gemma's configuration.
-GELU_TANH = "gelu_pytorch_tanh"
-
 
 def feed_forward(mlp: Any, hidden: Tensor) -> Tensor:
     """Compute Gemma's MLP, down(gelu(gate(x)) * up(x)), or SigLIP's, fc2(gelu(fc1(x))).
 
     Calls `mlp` itself under `torch.compile`, which recomputes by its own rules, and without gradients.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or mlp.config.hidden_act != GELU_TANH:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or mlp.config.hidden_act != "gelu_pytorch_tanh":
         return mlp(hidden)
     if hasattr(mlp, "fc1"):
         wide = mlp.fc1(hidden)

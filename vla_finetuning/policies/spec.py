@@ -19,12 +19,10 @@ from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.options.ema import EmaOptions
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.train import TrainOptions
-from vla_finetuning.policies.action_tokens import ACTION_TOKENIZER_FOLDER
 from vla_finetuning.policies.loading import WEIGHTS_FILE, fetch_pretrained, load_policy, new_policy
 from vla_finetuning.policies.matching import FeatureMatch
 from vla_finetuning.policies.optim import Recipe
 from vla_finetuning.policies.pipelines import Stats, load_processors, make_processors
-from vla_finetuning.policies.processors import TOKENIZER_FOLDER
 from vla_finetuning.policies.trainable import TrainableReport, with_float32_masters
 
 Processors = tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]
@@ -32,12 +30,7 @@ Processors = tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """A value function.
-
-    Attributes:
-        bins: number of bins of its distribution of returns, from -1 to 0.
-        backbone_lr: learning rate of the policy's backbone; None freezes the backbone.
-    """
+    """A value function: its bins of returns from -1 to 0, and the backbone's learning rate; None freezes that."""
 
     bins: int
     backbone_lr: float | None = None
@@ -51,7 +44,6 @@ class Robot:
 
     Attributes:
         name: name with the control mode, if it has several; also its policy's folder. Empty for the only robot.
-        config: LeRobot's configuration, fitted to the robot's cameras and widths.
         match: match of the robot's features with the policy's, by the robot's own names.
         rename_map: names in rows -> the policy's names.
         own_names: names in rows -> the robot's own names, where they differ.
@@ -110,10 +102,7 @@ class PolicySpec:
         config: LeRobot's configuration, fitted to the datasets; with several robots, all cameras and the widest action.
         folder: LeRobot pretrained folder on the driver's node, or None to start from random weights.
         base: identity of the initial weights (path, revision, digests).
-        train, adapters, image_transforms, ema: options of the run.
-        recipe: optimizer and learning rate schedule.
         robots: one or more robots; each has its own processors.
-        seed: seed of random weights, draws and augmentation.
         trusted: whether code that comes with the policy may run.
         parameters: counts of parameters; None if the policy is not built on the driver.
         prompts: allowed prompt lengths of a micro-batch, ascending; empty if prompts are not cut.
@@ -139,7 +128,6 @@ class PolicySpec:
 
     @property
     def mixes_robots(self) -> bool:
-        """Return whether the run has several robots."""
         return len(self.robots) > 1
 
     @property
@@ -149,7 +137,6 @@ class PolicySpec:
         return tuple(number for _, number in sorted(pairs))
 
     def select_robot(self, robot: Robot) -> PolicySpec:
-        """Return the policy of one robot alone."""
         return replace(self, config=robot.config, robots=(robot,))
 
     @property
@@ -176,12 +163,9 @@ class PolicySpec:
         return fetch_pretrained(self.base["path"], self.base["revision"])[0]
 
     def start(self) -> PreTrainedPolicy:
-        """Build the policy on the CPU with its initial weights: pretrained, or random by `seed`.
+        """Build the policy on the CPU with its initial weights; trainable parameters are float32.
 
-        Trainable parameters are float32.
-
-        Raises:
-            ValueError, OSError: as `load_policy`; or the base changed since the run was planned.
+        Raises ValueError or OSError as `load_policy`, or if the base changed since the run was planned.
         """
         if (folder := self.folder_here()) is not None:
             self._require_base(folder)
@@ -214,7 +198,6 @@ class PolicySpec:
 
     @property
     def augments(self) -> bool:
-        """Return whether training images are augmented."""
         return self.train.augmentation != "none" or self.image_transforms.enable
 
     @property
@@ -243,13 +226,9 @@ def weights_file(folder: Path) -> Path:
 
 
 def pretrained_digests(folder: Path) -> dict[str, Any]:
-    """Return digests of the files that loading a policy reads.
-
-    Returns:
-        `digest` of the weights file, and `files`: digests of configuration, processors, tokenizers and shards by name.
-    """
+    """Return `digest` of a policy's weights file, and `files`: those of others that loading reads, by name."""
     weights, files = weights_file(folder), [*folder.glob("*.json"), *folder.glob("*.safetensors")]
-    files += [path for name in (TOKENIZER_FOLDER, ACTION_TOKENIZER_FOLDER) for path in (folder / name).rglob("*")]
+    files += folder.glob("*tokenizer/**/*")
     files = [path for path in sorted(files) if path.is_file() and path != weights]
     return {
         "digest": file_digest(weights),

@@ -41,13 +41,10 @@ def ends_of_text(tokenizer: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class WithText:
-    """Run `prepare` and add TEXT int64 (N, S + 1) and TEXT_MASK bool (N, S).
+    """Run `prepare` and add TEXT int64 (N, S + 1) and TEXT_MASK bool (N, S), from the texts of `column`.
 
     Rows at odd positions of a run's stream have their text in the prompt and no target. Rows without a text have
     neither.
-
-    Args:
-        column, tokenizer: name of the column with the texts; tokenizer of the policy.
     """
 
     prepare: Callable[[Columns], Columns]

@@ -19,11 +19,7 @@ TASK = "task"
 
 
 def encode(text: str) -> bytes:
-    """Encode an instruction, without padding.
-
-    Raises:
-        ValueError: the text has more than LONGEST_BYTES bytes, or a zero.
-    """
+    """Encode an instruction without padding. Raises ValueError for more than LONGEST_BYTES bytes, or a zero."""
     encoded = text.encode()
     if len(encoded) > LONGEST_BYTES or b"\0" in encoded:
         raise ValueError(
@@ -42,13 +38,9 @@ def as_bytes(texts: Sequence[str]) -> np.ndarray:
     return column
 
 
-def as_texts(column: Any) -> list[str]:
-    """Decode an array or CPU tensor of `as_bytes`."""
-    return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(column)]
-
-
 def with_texts(batch: dict[str, Any]) -> dict[str, Any]:
     """Replace the column of encoded texts by `task`, a list of strings; return a batch without it unchanged."""
     if TASK_BYTES not in batch:
         return batch
-    return {key: value for key, value in batch.items() if key != TASK_BYTES} | {TASK: as_texts(batch[TASK_BYTES])}
+    texts = [bytes(row).rstrip(b"\0").decode() for row in np.asarray(batch[TASK_BYTES])]
+    return {key: value for key, value in batch.items() if key != TASK_BYTES} | {TASK: texts}

@@ -52,7 +52,7 @@ PAD_TOKEN, UNKNOWN_TOKEN = "<pad>", "<unk>"
 MAX_VOCABULARY = 4096
 # Prefix of words that stand for action tokens and are in no prompt.
 SPARE_WORD = "<action"
-# Extra prompt length for instructions longer than any in the dataset.
+# Extra prompt length for instructions longer than any in the dataset; prompts are a multiple of 8 long.
 SPARE_WORDS = 4
 
 # LeRobot's joint attention supports only 8 query heads and one key-value head, as in Gemma.
@@ -285,18 +285,14 @@ def make_tiny_base(
     The same arguments give the same bytes.
 
     Args:
-        folder: folder to create; must not exist.
         features: the dataset's features, as dicts or objects with `dtype`, `shape` and `names`. All RGB cameras,
             `observation.state` and `action` are used.
-        tasks: the dataset's instructions, whose words become the tokenizer's.
         stats: the dataset's statistics; `observation.state` and `action` need the quantiles `q01` and `q99`. None: the
             user of the folder supplies them by LeRobot's `preprocessor_overrides`.
-        chunk_size: actions per prediction; None: one second of actions, at most PI0.5's 50.
+        chunk_size: None: one second of actions, at most PI0.5's 50.
         seed: seed of the initial weights. Does not change the process's random state.
         spare_words: number of additional words for action tokens.
         sizes: further fields of `TinyPI05Config`.
-    Returns:
-        `folder`.
     Raises:
         FileExistsError: `folder` exists.
         ValueError: the dataset has no RGB camera, state or action, or they lack quantiles or are wider than 32.
@@ -321,7 +317,7 @@ def make_tiny_base(
         chunk_size=chunk_size,
         n_action_steps=chunk_size,
         vocabulary=[*_vocabulary(prompts), *(f"{SPARE_WORD}{number}>" for number in range(spare_words))],
-        tokenizer_max_length=_prompt_length(prompts),
+        tokenizer_max_length=-(-(max(map(len, prompts)) + SPARE_WORDS) // 8) * 8,
         action_feature_names=_flat_names(features[ACTION].get("names")),
         device="cpu",  # exists on every machine; may be overridden on loading
         **sizes,
@@ -389,8 +385,3 @@ def _vocabulary(prompts: Sequence[Sequence[str]]) -> list[str]:
     counts = Counter(word for prompt in prompts for word in prompt)
     ranked = sorted(counts.keys() - tokenizer_vocabulary(()).keys(), key=lambda word: (-counts[word], word))
     return ranked[:MAX_VOCABULARY]
-
-
-def _prompt_length(prompts: Sequence[Sequence[str]]) -> int:
-    """Return a multiple of 8 that fits each prompt and SPARE_WORDS more."""
-    return -(-(max(map(len, prompts)) + SPARE_WORDS) // 8) * 8

@@ -76,7 +76,7 @@ def describe_chunks(run: Run) -> list[str]:
 
 
 def describe_tokens_of(meta: DatasetMetadata, name: str, chunk_size: int) -> list[str]:
-    """Return lines on tokens of a few episodes of a dataset. `name`: --train.action_tokenizer."""
+    """Return lines on tokens of a few episodes of a dataset, by the tokenizer `name` (--train.action_tokenizer)."""
     windows = {ACTION: [step / meta.fps for step in range(chunk_size)]}
     features = Features(camera_keys=[], columns=[ACTION], delta_timestamps=windows)
     some = [evenly_spaced(meta.num_episodes, LOOK_EPISODES)]

@@ -147,26 +147,20 @@ class CachedFeatures(Callback):
             copies[key].copy_(features, non_blocking=True)
         if copied is not None:
             copied.record()
-        self._writes.append(self._writer.submit(self._write, copies, new, places, size, copied))
 
-    def _write(
-        self,
-        copies: Mapping[str, Tensor],
-        new: Mapping[str, np.ndarray],
-        places: Mapping[str, list[np.ndarray]],
-        size: int,
-        copied: Any,
-    ) -> None:
-        try:
-            if copied is not None:
-                copied.synchronize()
-            for key, features in copies.items():
-                bits = features.view(torch.int16) if features.dtype == torch.bfloat16 else features
-                dataset_index, index = (column[new[key]] for column in places[key])
-                self._store.write(key, dataset_index, index, bits.numpy()[new[key]])
-        finally:
-            with self._lock:
-                self._pending_bytes -= size
+        def write() -> None:
+            try:
+                if copied is not None:
+                    copied.synchronize()
+                for key, features in copies.items():
+                    bits = features.view(torch.int16) if features.dtype == torch.bfloat16 else features
+                    dataset_index, index = (column[new[key]] for column in places[key])
+                    self._store.write(key, dataset_index, index, bits.numpy()[new[key]])
+            finally:
+                with self._lock:
+                    self._pending_bytes -= size
+
+        self._writes.append(self._writer.submit(write))
 
     def _check_writer(self) -> None:
         """Raise an error of the writer. Disk errors are not among them: they only lose cached features."""

@@ -69,9 +69,7 @@ class InsulatedLoss(PI05Loss):
     tokens cover only the words that stand for action tokens; logits of text cover all words, as in `write`. The output
     head is the word embedding, as in PaliGemma.
 
-    Args: as for `PI05Loss`, and
-        vocabulary: number of action tokens.
-        text: whether batches have text tokens.
+    Args:
         fewest_cameras: least number of cameras of a dataset without actions; None if the run has no such dataset.
     """
 
@@ -176,13 +174,12 @@ class InsulatedLoss(PI05Loss):
         return [*super().attentions(cameras, prompts), *((language.self_attn, shape) for shape in shapes), *fewer]
 
 
+# A function of its own, because Dynamo limits the shapes of each function.
 def _token_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
-    """Compute a layer for tokens; a function of its own, because Dynamo limits the shapes of each function."""
     return suffix_layer(layer, hidden, *inputs)
 
 
 def _token_losses(hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    """Compute the cross-entropy of each token, float32 (B, N), from hidden (B, N, width); 0 outside `mask`."""
     logits = F.linear(hidden, head.to(hidden.dtype)).float()
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view_as(targets).masked_fill(~mask, 0.0)
@@ -209,11 +206,9 @@ class InsulatedPI05(PI05):
     """PI0.5 with --train.knowledge_insulation.
 
     Attributes:
-        action_tokenizer: tokenizer of action chunks; None before it is fitted to the run's rows.
-        flow_weight: weight of PI0.5's loss beside the cross-entropy.
+        action_tokenizer: None before it is fitted to the run's rows.
         vocabulary: number of action tokens, also of a tokenizer that is not fitted yet.
         text: column with target texts; None for no text targets.
-        text_datasets: datasets of the run without actions.
     """
 
     action_tokenizer: ActionTokenizer | None = None
@@ -230,18 +225,7 @@ class InsulatedPI05(PI05):
         parts = super().parts(policy)
         return {name: "language model" if name.startswith(language) else part for name, part in parts.items()}
 
-    def check_words(self, config: PreTrainedConfig) -> None:
-        """Raise ValueError if the policy has too few words for action tokens, their end and their beginning."""
-        words = spare_words(config)
-        if words is not None and not LEAST_VOCABULARY <= self.vocabulary <= words - 2:
-            raise ValueError(
-                f"--train.knowledge_insulation: {max(self.vocabulary, LEAST_VOCABULARY)} action tokens need as many "
-                f"words and two more, and the policy's vocabulary has {words} that begin with {SPARE_WORD!r}: those of "
-                "`python vla.py --preset demo --train.knowledge_insulation true` have them"
-            )
-
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
-        self.check_words(policy.config)
         options |= {"vocabulary": self.vocabulary, "flow_weight": self.flow_weight, "text": self.text is not None}
         fewest = min((len(dataset.cameras) for dataset in self.text_datasets), default=None)
         return InsulatedLoss(policy, fewest_cameras=fewest, **options)
@@ -340,9 +324,6 @@ class WithoutActions:
 
     The text of a row without actions is always a target, never a part of the prompt. Cameras that such a row lacks are
     masked (`CAMERA_is_present`). Prompts of rows without a state leave the state out.
-
-    Args:
-        cameras, tokenizer_step: camera names of the policy, and the tokenizer step of its processors.
     """
 
     prepare: Callable[[Columns], Columns]
@@ -379,10 +360,11 @@ class WithoutActions:
     def _with_prompts(self, prepared: Columns, batch: Columns, stateless: np.ndarray) -> Columns:
         opening = {dataset.number: dataset.opening for dataset in self.datasets}
         numbers = batch["dataset_index"][stateless].tolist()
-        prompts = [
-            prompt_without_state(f"{opening[number]}{text}")
+        tasks = [
+            f"{opening[number]}{text}".strip().replace("_", " ").replace("\n", " ")
             for number, text in zip(numbers, batch[TASK][stateless], strict=True)
         ]
+        prompts = [f"Task: {task};\nAction: " for task in tasks]  # LeRobot's, without the state
         step = copy.copy(self.tokenizer_step)
         step.padding = "max_length"  # as `Prepare` sets it
         transition = step(create_transition(observation={}, complementary_data={step.task_key: prompts}))
@@ -393,19 +375,9 @@ class WithoutActions:
         return {**prepared, **changed}
 
 
-def prompt_without_state(instruction: str) -> str:
-    """Return LeRobot's PI0.5 prompt of an instruction without the state."""
-    return f"Task: {instruction.strip().replace('_', ' ').replace(chr(10), ' ')};\nAction: "
+def insulated(plain: Family, config: PreTrainedConfig, train: TrainOptions, folder: Path | None) -> InsulatedPI05:
+    """Return the family that replaces `plain` in a run with --train.knowledge_insulation from the policy in `folder`.
 
-
-def insulated(
-    plain: Family, config: PreTrainedConfig, train: TrainOptions, folder: Path | None = None
-) -> InsulatedPI05:
-    """Return the family of a run with --train.knowledge_insulation.
-
-    Args:
-        plain: the configuration's family without knowledge insulation.
-        folder: folder of the policy that the run starts from.
     Raises:
         ValueError: the tokenizer cannot be read, or has more tokens than the policy has words for.
     """
@@ -415,19 +387,26 @@ def insulated(
     if name not in ("auto", "fit"):
         tokenizer = ActionTokenizer.load(fetch_tokenizer(name))
     vocabulary = VOCABULARY if words is None else min(VOCABULARY, words - 2)
-    family = InsulatedPI05(
+    if tokenizer is not None:
+        vocabulary = tokenizer.vocabulary
+    # Their end and their beginning need words, too.
+    if words is not None and not LEAST_VOCABULARY <= vocabulary <= words - 2:
+        raise ValueError(
+            f"--train.knowledge_insulation: {max(vocabulary, LEAST_VOCABULARY)} action tokens need as many words and "
+            f"two more, and the policy's vocabulary has {words} that begin with {SPARE_WORD!r}: those of `python "
+            "vla.py --preset demo --train.knowledge_insulation true` have them"
+        )
+    return InsulatedPI05(
         **{item.name: getattr(plain, item.name) for item in fields(plain)},
         action_tokenizer=tokenizer,
         flow_weight=train.flow_weight,
-        vocabulary=vocabulary if tokenizer is None else tokenizer.vocabulary,
+        vocabulary=vocabulary,
         text=train.text_targets,
     )
-    family.check_words(config)
-    return family
 
 
 def token_columns(config: Any) -> int:
-    """Return F: one token per two entries of a chunk, in steps of 32. FAST needs one per 3 to 13 entries."""
+    """Return F."""
     return columns_of(config.chunk_size * config.output_features[ACTION].shape[0])
 
 

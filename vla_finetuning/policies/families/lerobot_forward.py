@@ -14,7 +14,6 @@ from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 from torch import Tensor
 
 from vla_finetuning.policies.family import MEAN_COUNT, Family, PolicyLoss
-from vla_finetuning.policies.processors import DeviceHalf
 
 # ---- ACT ------------------------------------------------------------------------------------------------------------
 
@@ -97,8 +96,8 @@ class VQBeTLoss(PolicyLoss):
     0.6.1 counts in an int that its resume resets to 0, and also counts forwards without a gradient.
     """
 
-    def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None):
-        super().__init__(policy, images=images)
+    def __init__(self, policy: PreTrainedPolicy, **options: Any):
+        super().__init__(policy, **options)
         vqvae = policy.get_submodule(MODULE)
         if COUNT not in dict(vqvae.named_buffers()):
             count: Any = vqvae.__dict__.pop(COUNT)

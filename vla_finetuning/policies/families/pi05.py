@@ -19,7 +19,6 @@ Legend: B batch, K draws of noise and time per row, T chunk, A action, L languag
 
 import contextlib
 import copy
-import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -39,15 +38,17 @@ from lerobot.utils.constants import (
     OPENPI_ATTENTION_MASK_VALUE,
 )
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING
 
 from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
-from vla_finetuning.policies.family import MAX_DELAY, UNUSED, Family, LossClass, PolicyLoss, parts_by_prefix
+from vla_finetuning.policies.family import MAX_DELAY, UNUSED, Family, LossClass, parts_by_prefix
 from vla_finetuning.policies.flow import repeat_rows, sample_noise_and_time
 from vla_finetuning.policies.layers import LayeredLoss, heads_of, mask_absent, rotated
 from vla_finetuning.policies.prompts import prompt_lengths
 from vla_finetuning.policies.recompute import feed_forward
+
+# Default of transformers, which LeRobot 0.6.1 uses.
+SIGLIP_PATCH = 14
 
 # --- the loss ---------------------------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ class PI05Loss(LayeredLoss):
         ]
 
     def _run_prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
-        """Compute the prefix. LeRobot also masks the queries of padded tokens, whose results are never read."""
+        # LeRobot also masks the queries of padded tokens, whose results are never read.
         cameras = [key for key in self.policy.config.image_features if key in batch]
         embedded = {key: batch[key] for key in cameras if batch[key].ndim == 3} or self.features(batch)
         words = self.policy.model.paligemma_with_expert.embed_language_tokens(batch[OBS_LANGUAGE_TOKENS])
@@ -233,7 +234,7 @@ class PI05Loss(LayeredLoss):
         return core.action_in_proj(noisy_actions), condition
 
     def _suffix_bias(self, prefix: Prefix, tokens: int) -> Tensor:
-        """Return the attention bias of the suffix, float32 (B, 1, 1, P + tokens); suffix tokens see each other."""
+        """Return the attention bias of the suffix, (B, 1, 1, P + tokens); its tokens see each other."""
         return F.pad(prefix.bias, (0, tokens))
 
     def _rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,7 +276,6 @@ def prefix_layer(
 
 
 def keys_values_of(layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute keys and values of the language model's last layer from hidden (B, P, width)."""
     normed = cast_for(norm(layer.input_layernorm, hidden)[0], layer.self_attn.k_proj)
     return _keys_values(layer.self_attn, normed, rotation)
 
@@ -302,7 +302,7 @@ def later_layer(
         prefix_key, prefix_value: (B, KV heads, P, head_dim).
         condition: condition of the norms of PI0.5's action expert, (B*K, width).
     Returns:
-        hidden, and keys and values of prefix and tokens (B*K, KV heads, P + T, head_dim).
+        hidden, and keys and values of prefix and tokens.
     """
     normed, gate = norm(layer.input_layernorm, hidden, condition)
     normed = cast_for(normed, layer.self_attn.q_proj)
@@ -353,7 +353,6 @@ def finish_layer(
     gate: Tensor | None = None,
     condition: Tensor | None = None,
 ) -> Tensor:
-    """Compute the part of a layer after its attention."""
     projected = layer.self_attn.o_proj(cast_for(attended, layer.self_attn.o_proj))
     hidden = _gated_residual(hidden, projected, gate)
     normed, gate = norm(layer.post_attention_layernorm, hidden, condition)
@@ -444,9 +443,6 @@ class PI05(Family):
         )
         return parts_by_prefix(policy, prefixes)
 
-    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
-        return self.loss_class(policy, **options)
-
     def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
         return sample_noise_and_time(config, rows, seed, step, device)
 
@@ -472,7 +468,7 @@ class PI05(Family):
         return {**renamed, **{key: tensor for key, tensor in prefixed(weights).items() if key in renamed}}
 
     def image_sizes(self, config: Any) -> list[tuple[int, int]]:
-        """Return (height, width) of each camera's input of the vision tower; one pair if all are equal."""
+        """Return (height, width) of each camera's input of the vision tower; one pair for all."""
         return [config.image_resolution]
 
     def with_cameras(self, config: Any, cameras: int, prompt: int | None = None) -> Any:
@@ -508,14 +504,8 @@ class PI05(Family):
 
 
 def image_tokens(config: Any) -> int:
-    patch = getattr(config, "patch_size", None) or _siglip_patch_size()  # the tiny policy has its own
+    patch = getattr(config, "patch_size", SIGLIP_PATCH)  # the tiny policy has its own
     return (config.image_resolution[0] // patch) * (config.image_resolution[1] // patch)
-
-
-@functools.cache
-def _siglip_patch_size() -> int:
-    """Return the default patch size of transformers, which LeRobot 0.6.1 uses."""
-    return CONFIG_MAPPING["paligemma"]().vision_config.patch_size
 
 
 FAMILIES = (PI05("pi05", as_lerobot=True, chunk_draws="noise", tokenizer="google/paligemma-3b-pt-224"),)

@@ -232,7 +232,7 @@ class SmolVLALoss(LayeredLoss):
         for layer in vision.encoder.layers:
             hidden = self._run(self._vision_layer, layer, hidden)
         features = vlm.connector(vision.post_layernorm(hidden))
-        return features * _rounded(features.shape[2] ** 0.5, features.dtype)
+        return features * torch.tensor(features.shape[2] ** 0.5, dtype=features.dtype)  # on the CPU, as a number
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines float32 (B, 1, tokens, head_dim) of the rotary embedding at int64 (B, tokens)."""
@@ -411,11 +411,6 @@ def _tokens(config: Any, size: tuple[int, int]) -> int:
 @cache
 def _backbone(model: str) -> Any:
     return AutoConfig.from_pretrained(model)
-
-
-@cache
-def _rounded(value: float, dtype: torch.dtype) -> float:
-    return torch.tensor(value, dtype=dtype).item()
 
 
 FAMILIES = (SmolVLA("smolvla", as_lerobot=True, chunk_draws="noise", tokenizer_option="vlm_model_name"),)
