@@ -50,9 +50,6 @@ class MemoryBucket(Store):
     def _connect(self, patience_s: float, in_pieces: bool) -> MemoryStore:
         return self._memory
 
-    def with_patience(self, patience_s: float) -> "MemoryBucket":
-        return self
-
 
 class Bucket:
     """Objects below an address, as anybody reads and writes them."""

@@ -241,5 +241,3 @@ def test_a_bucket_in_another_region_is_found(bucket_url, monkeypatch):
         store = Store("s3", "far")
         with ThreadPoolExecutor(3) as pool:
             assert [data for data, _ in pool.map(store.get, "abc")] == [b"1"] * 3
-        monkeypatch.setattr(store_module, "bucket_region", None)
-        assert pickle.loads(pickle.dumps(store)).get("a")[0] == b"1"

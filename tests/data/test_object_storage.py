@@ -10,7 +10,6 @@ import re
 import socket
 import threading
 import time
-from dataclasses import replace
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -178,7 +177,7 @@ def test_a_store_that_fails_for_good_in_the_middle(bucket, proxied, fault, kind,
     )  # where the node has nothing of the file yet
     faults, options = proxied
     meta = load_metadata("s3://robots/arm", storage_options=options, storage_policy=PATIENT)
-    meta = replace(meta, fs=meta.fs.within(0.5))
+    meta.fs.store.patience_s = 0.5
     source = datasource([meta])
     file = meta.data_files[1] if kind == "data" else meta.video_files[TOP][1]
     faults.choose = lambda request: fault if request in faults.of(file) else None

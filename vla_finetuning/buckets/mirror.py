@@ -36,6 +36,7 @@ from vla_finetuning.buckets.store import (
     ChangedError,
     Content,
     Store,
+    in_parallel,
     split_address,
     within,
 )
@@ -72,8 +73,7 @@ def _copied_path(url: str, name: str) -> Path:
 def as_path(name: str | Path) -> Path:
     """Return the path of `name`: the path in this process's copy of an address, or else a path on a disk.
 
-    Raises:
-        ValueError: the protocol of the address is not supported.
+    Raises ValueError for an address of an unsupported protocol.
     """
     text = str(name)
     if "://" not in text:
@@ -181,9 +181,8 @@ class Mirror:
             objects = {entry: content for entry, content in listed.items() if not _is_hidden(entry)}
             changed = [entry for entry, content in objects.items() if self._is_changed_remotely(entry, content)]
             fetched = [entry for entry in changed if entry == name or not is_heavy(_below(entry, name))]
-            patience_s = self.store.limited_patience()
             with ThreadPoolExecutor(AT_ONCE) as pool:
-                list(pool.map(lambda entry: self._fetch(entry, objects[entry], patience_s), fetched))
+                in_parallel(pool, lambda entry: self._fetch(entry, objects[entry]), fetched)
             for entry, state in list(self._known.items()):
                 is_listed = _is_in(entry, name) and not (at_the_top and "/" in _below(entry, name))
                 is_gone = is_listed and entry not in objects and state.listed_tag is not None
@@ -196,10 +195,7 @@ class Mirror:
     ) -> None:
         """Send files that this process changed. Only `remove` deletes objects.
 
-        Args:
-            only_if_unchanged: never overwrite an object that another process wrote.
-        Raises:
-            ChangedError: another process wrote a file, and this process may not overwrite it.
+        Raises ChangedError if another process wrote a file, and this process is not the owner, or `only_if_unchanged`.
         """
         with self._lock:
             changed = [entry for entry in self._local(name) if is_wanted(entry) and self._is_changed(entry)]
@@ -291,16 +287,16 @@ class Mirror:
         is_same = state is not None and state.listed_tag in (None, content.tag) and (self.folder / name).exists()
         return not (is_same or self._is_changed(name))
 
-    def _fetch(self, name: str, content: Content, patience_s: float) -> None:
+    def _fetch(self, name: str, content: Content) -> None:
         target = _inside(self.folder, name, self.url)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary, tag = target.with_name(f".{target.name}.{os.getpid()}"), None
         try:
             if content.size <= PIECE_BYTES:
-                data, tag = self.store.get(self.key_of(name), patience_s=patience_s)
+                data, tag = self.store.get(self.key_of(name))
                 temporary.write_bytes(data)
             else:
-                self.store.download(self.key_of(name), content, temporary, patience_s)
+                self.store.download(self.key_of(name), content, temporary)
         except (FileNotFoundError, ChangedError):  # deleted or replaced since the listing: left to the next pull
             temporary.unlink(missing_ok=True)
             return
@@ -371,10 +367,9 @@ def pull(path: Path, *, at_the_top: bool = False) -> None:
 
 
 def read_stored(path: Path, start: int = 0, end: int | None = None) -> bytes:
-    """Read bytes [start, end) of a file from its store, not the local copy. Raises FileNotFoundError, StorageError.
+    """Read bytes [start, end), or a whole file, from its store, not the local copy.
 
-    Args:
-        end: None for the end of the file, with `start` 0.
+    Raises FileNotFoundError, StorageError.
     """
     if located := mirror_of(path):
         store, key = located[0].store, located[0].key_of(located[1])
@@ -407,9 +402,7 @@ def push(path: Path, *, only_if_unchanged: bool = False) -> None:
 def keep_synced(path: Path, is_owner: Callable[[], bool] = lambda: True, *, pulls: Pulls = "all") -> None:
     """Sync the local copy of a path until `stop_syncing`, or until this process ends.
 
-    Args:
-        is_owner: returns whether this process may still overwrite its files.
-        pulls: files of other processes to pull.
+    `is_owner` returns whether this process may still overwrite its files.
     """
     if located := mirror_of(path):
         located[0].is_owner = is_owner
@@ -418,11 +411,7 @@ def keep_synced(path: Path, is_owner: Callable[[], bool] = lambda: True, *, pull
 
 @contextlib.contextmanager
 def synced(path: Path, is_owner: Callable[[], bool] = lambda: True) -> Iterator[Path]:
-    """Pull a path, and keep its local copy synced inside the block.
-
-    Raises:
-        StorageError: a file could not be sent at the end of the block.
-    """
+    """Pull a path, and keep its local copy synced in the block. Raises StorageError if the last push fails."""
     pull(path)
     keep_synced(path, is_owner)
     try:
@@ -511,12 +500,8 @@ def fetched(
     Processes of a node that want the same objects share the folder. The last one removes it; after a kill, the next
     process that starts does.
 
-    Args:
-        is_wanted: selects files by name relative to `path`.
-        check: called once with the filled folder, to which it may add files.
-    Raises:
-        OSError: this node's disk is too small.
-        ValueError: a name leads out of the folder.
+    `is_wanted` selects files by name relative to `path`. `check` is called once with the filled folder, to which it may
+    add files. Raises OSError if this node's disk is too small, and ValueError if a name leads out of the folder.
     """
     located = mirror_of(path)
     if located is None:

@@ -10,6 +10,7 @@ neither stores nor prints them.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import itertools
 import json
@@ -18,12 +19,14 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 logger = logging.getLogger(__name__)
 
@@ -83,34 +86,22 @@ class Store:
     """
 
     def __init__(
-        self,
-        protocol: str,
-        bucket: str,
-        options: Mapping[str, Any] | None = None,
-        patience_s: float = PATIENCE_S,
-        region: str | None = None,
+        self, protocol: str, bucket: str, options: Mapping[str, Any] | None = None, patience_s: float = PATIENCE_S
     ):
         self.protocol, self.bucket, self.options, self.patience_s = protocol, bucket, dict(options or {}), patience_s
         self._kind = PROTOCOLS[protocol]
         self._lock = threading.Lock()
         self._clients: dict[tuple[float, bool], Any] = {}
-        self._region = region
+        self._region: str | None = None  # the bucket's, if it is not the one of the environment
         self._unsigned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.protocol, self.bucket, tuple(self.options.items()), self.patience_s, self._region)
-
-    def with_patience(self, patience_s: float) -> Store:
-        """Return a client of the same bucket with a lower time limit."""
-        return Store(self.protocol, self.bucket, self.options, min(patience_s, self.patience_s), self._region)
+        return _restored, (self.protocol, self.bucket, tuple(self.options.items()), self.patience_s)
 
     # ---- reading --------------------------------------------------------------------------------------------------
 
     def head(self, key: str) -> Content:
-        """Return the properties of an object."""
-        import obstore
-
-        return self._content(self._call(key, obstore.head, key))
+        return _content(self._call(key, obstore.head, key))
 
     def is_folder(self, key: str) -> bool:
         """Return whether the folder `key` has objects."""
@@ -119,37 +110,34 @@ class Store:
     def names(self, key: str) -> tuple[list[str], dict[str, Content]]:
         """List the folders and the objects directly below `key`, by name."""
         folders, objects = self._listed(_directly_below, key)
-        return sorted(folders), {name: self._content(meta) for name, meta in objects.items()}
+        return sorted(folders), {name: _content(meta) for name, meta in objects.items()}
 
     def below(self, key: str) -> dict[str, Content]:
         """List all objects below `key`, by name relative to `key`."""
-        objects = self._listed(_all_below, key)
-        return {name: self._content(meta) for name, meta in objects.items()}
+        return {name: _content(meta) for name, meta in self._listed(_all_below, key).items()}
 
-    def get(self, key: str, most_bytes: int = MOST_BYTES, patience_s: float | None = None) -> tuple[bytes, str]:
-        """Return an object's bytes and its tag for `put`. Raises ValueError above `most_bytes`."""
-        data, meta = self._call(key, _whole, key, most_bytes, patience_s=patience_s)
+    def get(self, key: str) -> tuple[bytes, str]:
+        """Return an object's bytes and its tag for `put`. Raises ValueError above MOST_BYTES."""
+        data, meta = self._call(key, _whole, key)
         return data, self._put_tag(meta)
 
-    def range(self, key: str, start: int, end: int, tag: str = "", patience_s: float | None = None) -> bytes:
+    def range(self, key: str, start: int, end: int, tag: str = "") -> bytes:
         """Return bytes [start, end) of an object. Raises ChangedError if its content no longer has `tag`."""
-        return self._call(key, _range, key, start, end, tag, patience_s=patience_s)
+        return self._call(key, _range, key, start, end, tag)
 
-    def download(self, key: str, content: Content, file: Path, patience_s: float | None = None) -> None:
+    def download(self, key: str, content: Content, file: Path) -> None:
         """Write an object into a local file, in pieces. Raises ChangedError if the object is not `content`."""
-        patience_s = self.limited_patience(patience_s)  # the threads do not inherit `within`
 
         def receive(start: int) -> bytes:
             end = min(start + PIECE_BYTES, content.size)
-            data = self.range(key, start, end, content.tag, patience_s)
+            data = self.range(key, start, end, content.tag)
             if len(data) != end - start:
                 raise StorageError(f"{self._url(key)}: {len(data)} bytes, expected {end - start}")
             return data
 
         with open(file, "wb") as target:
             for starts in itertools.batched(range(0, content.size, PIECE_BYTES), PIECES):
-                for data in _pieces().map(receive, starts):
-                    target.write(data)
+                target.writelines(in_parallel(_pieces(), receive, starts))
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
@@ -161,7 +149,7 @@ class Store:
         Raises:
             ChangedError: the condition is not met.
         """
-        mode: Any = "overwrite" if tag is None else self._condition(tag) if tag else "create"
+        mode: Any = "overwrite" if tag is None else {self._tag_kind: tag} if tag else "create"
         try:
             return self._put_tag(self._call(key, _put, key, data, mode))
         except ChangedError:
@@ -187,15 +175,12 @@ class Store:
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; ignore missing ones."""
-        import obstore
-
-        patience_s = self.limited_patience()  # the threads do not inherit `within`
 
         def delete_one(key: str) -> None:
             with contextlib.suppress(FileNotFoundError):
-                self._call(key, obstore.delete, key, patience_s=patience_s)
+                self._call(key, obstore.delete, key)
 
-        list(_pieces().map(delete_one, keys))
+        in_parallel(_pieces(), delete_one, keys)
 
     def abort_uploads(self, key: str) -> None:
         """Abort uploads below `key` that dead processes left incomplete: they cost money and are not listed.
@@ -222,17 +207,10 @@ class Store:
             bucket = f"{self.protocol}://{self.bucket}"
             raise FileNotFoundError(f"there is no {bucket}; make it first, or check its name") from error
 
-    def _call(
-        self,
-        key: str,
-        request: Callable[..., Any],
-        *args: Any,
-        patience_s: float | None = None,
-        in_pieces: bool = False,
-    ) -> Any:
+    def _call(self, key: str, request: Callable[..., Any], *args: Any, in_pieces: bool = False) -> Any:
         from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
-        started, patience_s = time.monotonic(), self.limited_patience(patience_s)
+        started, patience_s = time.monotonic(), min(_patience_s.get() or self.patience_s, _longest_s)
         retrying = Retrying(
             retry=retry_if_exception(lambda error: may_pass(error) or self._reset_clients(error, region)),
             wait=wait_random_exponential(FIRST_PAUSE_S, max=min(LONGEST_PAUSE_S, patience_s / 2)),
@@ -247,7 +225,7 @@ class Store:
         except (FileNotFoundError, ValueError):
             raise
         except Exception as error:
-            if _is_condition(error):
+            if isinstance(error, AlreadyExistsError | PreconditionError):
                 raise ChangedError(f"{self._url(key)}: another process wrote it") from error
             if http_status(error) == 404:
                 raise FileNotFoundError(self._url(key)) from error
@@ -265,29 +243,22 @@ class Store:
                 "(environment variables of the object store, on every node)"
             ) from error
 
-    def limited_patience(self, patience_s: float | None = None) -> float:
-        """Return the time limit of a call with the argument `patience_s`."""
-        return min(patience_s or _patience_s.get() or self.patience_s, _longest_s)
-
     def _reset_clients(self, error: BaseException, asked: str | None) -> bool:
         """Reset the clients if new credentials or the bucket's region may help; return whether to retry.
 
-        `asked` is the region of the failed client, or None: another thread may have found the right one meanwhile.
+        `asked` is the region of the failed client: another thread may have found the right one meanwhile.
         """
-        text, status = str(error), http_status(error)
+        text, status, region = str(error), http_status(error), self._region
         named = re.search("incorrectly configured region|AuthorizationHeaderMalformed", text)
         wrong_region = self._kind == "s3" and (status == 301 or named is not None)
         if wrong_region:
-            region = bucket_region(self.bucket) if self._region is None else self._region
-            if region in (None, asked):
-                return False
+            region = region or bucket_region(self.bucket)
+            may_help = region not in (None, asked)
         elif self._unsigned and status == 403:  # the machine's role may have been out of reach for a moment
-            region = self._region
-            if self._arguments().get("skip_signature"):
-                return False
-        elif status == 401 or re.search("ExpiredToken|TokenRefreshRequired", text):
-            region = self._region
+            may_help = not self._arguments().get("skip_signature")
         else:
+            may_help = status == 401 or re.search("ExpiredToken|TokenRefreshRequired", text) is not None
+        if not may_help:
             return False
         with self._lock:
             self._region = region
@@ -325,15 +296,13 @@ class Store:
     def _arguments(self) -> dict[str, Any]:
         return {"s3": _s3_options, "gs": _google_options, "az": _azure_options}[self._kind](self.options)
 
-    def _condition(self, tag: str) -> dict[str, str]:
-        return {"version": tag} if self._kind == "gs" else {"e_tag": tag}
+    @property
+    def _tag_kind(self) -> str:
+        """Return the field that conditional puts compare: Google's generation, or the ETag."""
+        return "version" if self._kind == "gs" else "e_tag"
 
     def _put_tag(self, meta: Mapping[str, Any]) -> str:
-        """Return the tag for conditional puts: Google's generation, or the ETag."""
-        return str((meta.get("version") if self._kind == "gs" else meta.get("e_tag")) or "")
-
-    def _content(self, meta: Mapping[str, Any]) -> Content:
-        return Content(meta["size"], meta["e_tag"] or "", meta["last_modified"].timestamp())
+        return str(meta.get(self._tag_kind) or "")
 
     def _url(self, key: str) -> str:
         return f"{self.protocol}://{self.bucket}/{key}"
@@ -344,24 +313,23 @@ def _restored(*description: Any) -> Store:
     try:
         return _shared(*description)
     except TypeError:
-        protocol, bucket, options, patience_s, region = description
-        return Store(protocol, bucket, dict(options), patience_s, region)
+        return _shared.__wrapped__(*description)
 
 
 @functools.lru_cache(maxsize=64)
-def _shared(
-    protocol: str, bucket: str, options: tuple[tuple[str, Any], ...], patience_s: float, region: str | None
-) -> Store:
+def _shared(protocol: str, bucket: str, options: tuple[tuple[str, Any], ...], patience_s: float) -> Store:
     """Return a store that read tasks of a process share, with its credentials and connections."""
-    return Store(protocol, bucket, dict(options), patience_s, region)
+    return Store(protocol, bucket, dict(options), patience_s)
 
 
 # Requests: (client, ...).
 
 
-def _first_page(client: Any, prefix: str) -> Sequence[Any]:
-    import obstore
+def _content(meta: Mapping[str, Any]) -> Content:
+    return Content(meta["size"], meta["e_tag"] or "", meta["last_modified"].timestamp())
 
+
+def _first_page(client: Any, prefix: str) -> Sequence[Any]:
     return next(iter(obstore.list(client, prefix or None, chunk_size=1)), ())
 
 
@@ -369,16 +337,12 @@ def _first_page(client: Any, prefix: str) -> Sequence[Any]:
 
 
 def _directly_below(client: Any, key: str) -> tuple[set[str], dict[str, Any]]:
-    import obstore
-
     listing = obstore.list_with_delimiter(client, f"{key}/" if key else None)
     folders = {name.rstrip("/").rpartition("/")[2] for name in listing["common_prefixes"]}
     return folders, {meta["path"].rpartition("/")[2]: meta for meta in listing["objects"] if meta["path"] != key}
 
 
 def _all_below(client: Any, key: str) -> dict[str, Any]:
-    import obstore
-
     inside = f"{key}/" if key else ""
     pages = obstore.list(client, inside or None)
     objects = {meta["path"].removeprefix(inside): meta for page in pages for meta in page if meta["path"] != key}
@@ -386,31 +350,23 @@ def _all_below(client: Any, key: str) -> dict[str, Any]:
     return {name: meta for name, meta in objects.items() if meta["size"] or name not in folders}
 
 
-def _whole(client: Any, key: str, most_bytes: int) -> tuple[bytes, Mapping[str, Any]]:
-    import obstore
-
+def _whole(client: Any, key: str) -> tuple[bytes, Mapping[str, Any]]:
     result = obstore.get(client, key)
-    if (size := result.meta["size"]) > most_bytes:
-        raise ValueError(f"{key} has {size / 2**20:,.0f} MiB, more than {most_bytes / 2**20:,.0f} MiB")
+    if (size := result.meta["size"]) > MOST_BYTES:
+        raise ValueError(f"{key} has {size / 2**20:,.0f} MiB, more than {MOST_BYTES / 2**20:,.0f} MiB")
     return bytes(result.bytes()), result.meta
 
 
 def _range(client: Any, key: str, start: int, end: int, tag: str) -> bytes:
-    import obstore
-
     condition: Any = {"if_match": tag} if tag else {}
     return bytes(obstore.get(client, key, options={"range": (start, end), **condition}).bytes())
 
 
 def _put(client: Any, key: str, data: bytes, mode: Any) -> Mapping[str, Any]:
-    import obstore
-
     return obstore.put(client, key, data, mode=mode, attributes=_attributes(key), use_multipart=False)
 
 
 def _put_pieces(client: Any, key: str, file: Path) -> None:
-    import obstore
-
     options: Any = {"attributes": _attributes(key), "chunk_size": PIECE_BYTES, "max_concurrency": PIECES}
     obstore.put(client, key, file, use_multipart=True, **options)
 
@@ -517,12 +473,6 @@ def may_pass(error: BaseException) -> bool:
     return isinstance(error, TimeoutError | ConnectionError) or "HTTP error" in str(error)
 
 
-def _is_condition(error: BaseException) -> bool:
-    from obstore.exceptions import AlreadyExistsError, PreconditionError
-
-    return isinstance(error, AlreadyExistsError | PreconditionError)
-
-
 def _summarize(error: BaseException) -> str:
     """Format the store's answer and host, without the URL, which may contain a signature."""
     text = " ".join(str(error).partition("Debug source:")[0].split())
@@ -533,7 +483,7 @@ def _summarize(error: BaseException) -> str:
 
 # ---- patience -----------------------------------------------------------------------------------------------------
 
-_patience_s: ContextVar[float | None] = ContextVar("patience_s", default=None)
+_patience_s: contextvars.ContextVar[float | None] = contextvars.ContextVar("patience_s", default=None)
 _longest_s = float("inf")
 
 
@@ -545,12 +495,18 @@ def limit_retries(longest_s: float = float("inf")) -> None:
 
 @contextlib.contextmanager
 def within(patience_s: float) -> Iterator[None]:
-    """Set the default time limit of this thread's calls inside the block, in seconds."""
+    """Set the time limit of calls inside the block, in seconds: of this thread's, and of `in_parallel`."""
     before = _patience_s.set(patience_s)
     try:
         yield
     finally:
         _patience_s.reset(before)
+
+
+def in_parallel(pool: ThreadPoolExecutor, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """Call a function for each item in a pool's threads, with the time limit of this thread (`within`)."""
+    calls = [pool.submit(contextvars.copy_context().run, function, item) for item in items]
+    return [call.result() for call in calls]
 
 
 @functools.cache

@@ -19,6 +19,7 @@ import fsspec
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
+from vla_finetuning.buckets.store import StorageError, within
 from vla_finetuning.columns import SUBTASK
 from vla_finetuning.data import metadata_v2, metadata_v3
 from vla_finetuning.data.dataset import (
@@ -34,7 +35,7 @@ from vla_finetuning.data.dataset import (
 from vla_finetuning.data.limits import MAX_EPISODES, MAX_INFO_BYTES, MAX_ROW_BYTES, MAX_STATS_BYTES
 from vla_finetuning.data.paths import INFO_PATH, assign_files, check_inside, first_row_in_file, read_whole
 from vla_finetuning.data.safe_parquet import open_parquet
-from vla_finetuning.data.storage import RemoteFileSystem, StorageError, StoragePolicy, connect
+from vla_finetuning.data.storage import StoragePolicy, connect
 from vla_finetuning.environment import FIRST_ANSWER_TIMEOUT_S
 from vla_finetuning.options.credentials import refuse_credentials
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
@@ -66,10 +67,8 @@ def load_metadata(
 
     Read `meta/` only; `dataset_files.check_files` checks that the data and video files exist.
 
-    Args:
-        root: a local folder or a URL (`s3://`, `gs://`, `az://`).
-        storage_options: options of obstore (endpoint, credentials).
-        storage_policy: time limit of requests to an object store, and cache of file blocks.
+    `root` is a local folder or a URL (`s3://`, `gs://`, `az://`), and `storage_options` are obstore's.
+
     Raises:
         FileNotFoundError: `root` does not exist, is not a LeRobot dataset, or lacks a file of `meta/`.
         ValueError: another version than v3.0, v2.1 or v2.0, or a file of `meta/` that is corrupt, contradicts another,
@@ -151,11 +150,7 @@ def load_metadata(
 
 
 def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
-    """Rename the features by `names`, `{key: name}`; the files are read as before.
-
-    Raises:
-        ValueError: two features would have the same name.
-    """
+    """Rename the features by `names`, `{key: name}`. Raises ValueError if two would have the same name."""
     for name in names.values():
         same = [key for key in meta.features if names.get(key, key) == name]
         if len(same) > 1:
@@ -202,13 +197,9 @@ def join_features(meta: DatasetMetadata, keys: Sequence[str], name: str) -> Data
         if key in FRAME_FEATURES or feature.dtype not in NUMERIC_DTYPES or len(feature.shape) != 1:
             raise ValueError(f"{label}: {key!r} cannot be joined into {name!r}: it is no vector that a robot reports")
     joined = tuple(meta.features[key] for key in keys)
-    names = sum(
-        (
-            [key] if f.names is None and f.shape == (1,) else dimension_names(meta, key)
-            for key, f in zip(keys, joined, strict=True)
-        ),
-        [],
-    )
+    names: list[str] = []
+    for key, f in zip(keys, joined, strict=True):
+        names += [key] if f.names is None and f.shape == (1,) else dimension_names(meta, key)
     feature = Feature(name, "float32", (len(names),), tuple(names), False, {}, joined=joined)
     feature_stats = [meta.stats.get(key, {}) for key in keys]
     stats = {
@@ -227,11 +218,9 @@ def join_features(meta: DatasetMetadata, keys: Sequence[str], name: str) -> Data
 def reorder_dimensions(
     meta: DatasetMetadata, orders: Mapping[str, tuple[int, ...]], names_of: DatasetMetadata
 ) -> DatasetMetadata:
-    """Reorder the dimensions of vectors in rows; files and `stats` keep their order.
+    """Reorder the dimensions of vectors in rows, and name them as in `names_of`; files and `stats` keep their order.
 
-    Args:
-        orders: for each feature, the index of each new dimension in the current row.
-        names_of: dataset whose features give the names of the reordered dimensions.
+    `orders` has, for each feature, the index of each new dimension in the current row.
     """
     features = dict(meta.features)
     for key, order in orders.items():
@@ -250,13 +239,9 @@ def dimension_names(meta: DatasetMetadata, key: str) -> list[str]:
 def check_readable(
     meta: DatasetMetadata, episodes: np.ndarray, camera_keys: Sequence[str] | None, remedy: Callable[[list[int]], str]
 ) -> None:
-    """Refuse chosen episodes that cannot be read.
+    """Raise ValueError if chosen episodes cannot be read, with the reason.
 
-    Args:
-        camera_keys: cameras to read; None for all.
-        remedy: function that words how to leave out the given episodes.
-    Raises:
-        ValueError: an episode cannot be read; the message names the episodes, the reason and the remedy.
+    `camera_keys` are the cameras to read, None for all. `remedy` words how to leave out the given episodes.
     """
     places = ["data", *(meta.video_keys if camera_keys is None else camera_keys)]
     chosen = set(episodes.tolist())
@@ -281,11 +266,7 @@ def episode_ranges(numbers: Sequence[int]) -> str:
 
 
 def how_drawn(meta: DatasetMetadata) -> dict[str, Any]:
-    """Return the rendering settings of a dataset recorded in a simulator (record.py), or {} if unknown.
-
-    Raises:
-        ValueError, OSError: as `load_metadata`.
-    """
+    """Return the rendering settings of a dataset recorded in a simulator (record.py), or {} if unknown."""
     path = f"meta/{ENVIRONMENT_NAME}"
     with _naming_dataset(meta.root):
         if not meta.fs.exists(f"{meta.base}/{path}"):
@@ -300,9 +281,6 @@ def read_modality(meta: DatasetMetadata) -> dict[str, dict[str, str]]:
     """Read the columns in GR00T's meta/modality.json, `{"state" | "action" | "video": {name: column}}`.
 
     The columns are empty without that file. Source: `gr00t/data/schema.py`, where `original_key` has these defaults.
-
-    Raises:
-        ValueError, OSError: as `load_metadata`.
     """
     path, base = "meta/modality.json", meta.base
     defaults = {"state": "observation.state", "action": "action", "video": "observation.images.{}"}
@@ -328,13 +306,12 @@ def _open_root(
 ) -> tuple[fsspec.AbstractFileSystem, str, str]:
     root = str(root).rstrip("/") or "/"
     refuse_credentials(root, "dataset root")
-    with _naming_dataset(root):
+    with _naming_dataset(root), within(min(FIRST_ANSWER_TIMEOUT_S, policy.timeout_s)):
         try:
-            file_system, base = connect(root, policy, storage_options)
+            fs, base = connect(root, policy, storage_options)
         except ValueError as error:
             raise ValueError(f"{error}; expected a local folder, s3://, gs:// or az://") from error
         base = base.rstrip("/")
-        fs = file_system.within(FIRST_ANSWER_TIMEOUT_S) if isinstance(file_system, RemoteFileSystem) else file_system
         if not fs.exists(f"{base}/{INFO_PATH}"):
             if not fs.exists(base):
                 place = "path" if isinstance(fs, LocalFileSystem) else "bucket, the path and the endpoint"
@@ -346,7 +323,7 @@ def _open_root(
                 f"not a LeRobot dataset: {INFO_PATH} is missing (found {shorten(names)}); give the folder that holds "
                 "meta/, data/ and videos/"
             )
-    return file_system, base, root
+    return fs, base, root
 
 
 def unreachable(root: str, error: OSError) -> OSError:
@@ -517,8 +494,7 @@ def _read_stats(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Read the statistics of all rows, or {} without any; append lines on unusable ones to `not_read`."""
     if fs.exists(f"{base}/{STATS_PATH}"):
-        raw = _read_json(fs, base, STATS_PATH, MAX_STATS_BYTES)
-        return parse_stats(raw, STATS_PATH, not_read)
+        return parse_stats(_read_json(fs, base, STATS_PATH, MAX_STATS_BYTES), STATS_PATH, not_read)
     if version in metadata_v2.VERSIONS and fs.exists(f"{base}/{metadata_v2.STATS_PATH}"):
         return metadata_v2.read_stats(fs, base, lambda raw, location: parse_stats(raw, location, not_read), not_read)
     return {}
@@ -530,10 +506,10 @@ def parse_stats(raw: dict[str, Any], location: str, not_read: list[str]) -> dict
     Skip values that are not numbers, and append a line for each to `not_read`.
     """
     stats: dict[str, dict[str, np.ndarray]] = {}
+    lines = []
     for key, values in raw.items():
         if not isinstance(values, dict):
-            if len(not_read) < MAX_NOT_READ:
-                not_read.append(f"{location}: {key!r:.100}, which is {values!r:.50} and no object of statistics")
+            lines.append(f"{location}: {key!r:.100}, which is {values!r:.50} and no object of statistics")
             continue
         stats[key] = {}
         for name, value in values.items():
@@ -543,8 +519,9 @@ def parse_stats(raw: dict[str, Any], location: str, not_read: list[str]) -> dict
                 array = np.array(None)
             if array.dtype.kind in "biuf" and array.size:
                 stats[key][name] = array
-            elif len(not_read) < MAX_NOT_READ:
-                not_read.append(f"{location}: {name!r:.50} of {key!r:.100}, which is {value!r:.50} and no numbers")
+            else:
+                lines.append(f"{location}: {name!r:.50} of {key!r:.100}, which is {value!r:.50} and no numbers")
+    not_read += lines[: max(0, MAX_NOT_READ - len(not_read))]
     return stats
 
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,13 +39,10 @@ MAX_REQUEST_BYTES = 16 * 2**20
 
 
 def check_still_there(fs: fsspec.AbstractFileSystem, root: str, paths: Sequence[str]) -> None:
-    """Check, after a failed read, that the dataset is still present and only lacks files.
+    """Check, after a failed read, that the dataset `root` is still present and only lacks files.
 
-    Args:
-        root: name of the dataset in errors.
-        paths: files of the dataset that existed when the job started.
-    Raises:
-        StorageError: the folder of a path is gone, or empty like an unmounted drive.
+    `paths` are files that existed when the job started. Raises StorageError if the folder of one is gone, or empty like
+    an unmounted drive.
     """
     for path in paths:
         folder = path.rpartition("/")[0]
@@ -81,10 +78,8 @@ def connect(
 ) -> tuple[fsspec.AbstractFileSystem, str]:
     """Return the file system of a path or URL, and the path inside it, without any request.
 
-    Args:
-        storage_options: options of obstore (`endpoint`, `access_key_id`, …); they override the environment.
-    Raises:
-        ValueError: the protocol is not supported.
+    `storage_options` are options of obstore (`endpoint`, `access_key_id`, …), which override the environment. Raises
+    ValueError for an unsupported protocol.
     """
     protocol = fsspec.utils.get_protocol(url)
     if protocol in ("file", "local"):
@@ -176,10 +171,6 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
             raise ValueError(f"{path}: datasets are only read, not opened with mode {mode!r}")
         return RemoteFile(self, path)
 
-    def within(self, timeout_s: float) -> RemoteFileSystem:
-        """Return the same store with less time for each request."""
-        return RemoteFileSystem(self.store.with_patience(timeout_s), self.policy, self.listed, self.root)
-
     def uncached(self) -> RemoteFileSystem:
         """Return the same store without the cache of blocks, for data that is cached in another form."""
         return RemoteFileSystem(self.store, replace(self.policy, cache_dir=None), self.listed, self.root)
@@ -193,11 +184,7 @@ def _info(path: str, content: Content) -> dict[str, Any]:
 
 
 def file_identity(fs: fsspec.AbstractFileSystem, path: str) -> str | None:
-    """Return a string that changes with the file's content; None if it is unknown or the file does not exist.
-
-    Raises:
-        StorageError: the object store does not answer.
-    """
+    """Return a string that changes with the file's content; None if it is unknown or the file does not exist."""
     if isinstance(fs, LocalFileSystem):
         try:
             status = os.stat(path)
@@ -280,16 +267,12 @@ class RemoteFile(io.RawIOBase):
 
         Merge nearby ranges to one request. Prefetched blocks stay in memory until they are read.
         """
-        missing = self._numbers(ranges) - self._blocks.keys() - self._coming.keys()
-        for first, last in _runs(sorted(missing)):
-            request = _requests().submit(self._get, first, last, self.cached_blocks)
-            self._coming |= dict.fromkeys(range(first, last), (first, request))
-
-    def _numbers(self, ranges: Sequence[tuple[int, int]]) -> set[int]:
         blocks: set[int] = set()
         for start, end in ranges:
             blocks.update(range(max(0, start) // BLOCK_BYTES, -(-min(end, self.size) // BLOCK_BYTES)))
-        return blocks
+        for first, last in _runs(sorted(blocks - self._blocks.keys() - self._coming.keys())):
+            request = _requests().submit(self._get, first, last, self.cached_blocks)
+            self._coming |= dict.fromkeys(range(first, last), (first, request))
 
     def close(self) -> None:
         for _, request in self._coming.values():
@@ -348,15 +331,10 @@ class RemoteFile(io.RawIOBase):
             raise self._failed
         try:
             data = self.fs.read_range(self.path, start, end, self._content)
-        except FileNotFoundError as error:
-            if self._found:
-                self._failed = StorageError("was deleted while it was being read; copy it again")
-                raise self._failed from error
-            self._failed = error
-            raise
-        except StorageError as error:
-            self._failed = error
-            raise
+        except (FileNotFoundError, StorageError) as error:
+            is_gone = self._found and isinstance(error, FileNotFoundError)
+            self._failed = StorageError("was deleted while it was being read; copy it again") if is_gone else error
+            raise self._failed from error.__cause__
         if len(data) != end - start:
             raise StorageError(
                 f"changed while it was being read: {len(data)} bytes at {start}, expected {end - start}; datasets must "
@@ -383,15 +361,13 @@ def _blocks_cache(fs: RemoteFileSystem, path: str, identity: str) -> CachedBlock
     return None if folder is None else (cache, folder)
 
 
-def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
     """Merge ascending block numbers to runs [first, last), with small gaps and a limited length."""
     gap, longest = GAP_BYTES // BLOCK_BYTES, max(1, MAX_REQUEST_BYTES // BLOCK_BYTES)
-    first = last = -1
+    runs: list[tuple[int, int]] = []
     for number in blocks:
-        if first < 0 or number - last > gap or number + 1 - first > longest:
-            if first >= 0:
-                yield first, last
-            first = number
-        last = number + 1
-    if first >= 0:
-        yield first, last
+        if runs and number - runs[-1][1] <= gap and number + 1 - runs[-1][0] <= longest:
+            runs[-1] = runs[-1][0], number + 1
+        else:
+            runs.append((number, number + 1))
+    return runs
