@@ -27,13 +27,9 @@ _MAX_BOXES = 10_000
 
 @dataclass(frozen=True, eq=False)
 class MissingFiles:
-    """Files that are missing, empty or cut short.
+    """Files that are missing, empty or cut short: `{path: problem}`, and the paths whose folder is missing or empty.
 
-    Attributes:
-        problems: {path: problem}.
-        episodes: numbers of the episodes that need one of these files, int64, ascending.
-        cameras: cameras with such a file.
-        without_folder: paths whose folder is missing or empty.
+    `episodes` are the numbers of the episodes that need one of these files, int64, ascending.
     """
 
     problems: dict[str, str]
@@ -106,13 +102,9 @@ def check_files(
     camera_keys: Sequence[str] | None = None,
     skip: bool = False,
 ) -> None:
-    """Check by `find_missing_files` that no file of the chosen episodes and cameras is missing.
+    """Raise FileNotFoundError if `find_missing_files` finds some, with their names and episodes.
 
-    Args:
-        skip: allow missing files, except for all files of a folder: the dataset is elsewhere then.
-    Raises:
-        FileNotFoundError: files are missing, empty or cut short; the message names them and their episodes.
-        ValueError: an episode or a camera that the dataset does not have.
+    `skip` allows missing files, except for all files of a folder: the dataset is elsewhere then.
     """
     holes = find_missing_files(meta, episodes=episodes, camera_keys=camera_keys)
     if holes and (holes.without_folder or not skip):
@@ -129,16 +121,11 @@ def fetch_dataset(
     camera_keys: Sequence[str] | None = None,
     cache_dir: str | Path | None = None,
 ) -> tuple[str, str]:
-    """Download a dataset, or the files of the chosen episodes and cameras, from the Hugging Face Hub.
+    """Download a dataset, or the files of the chosen episodes and cameras, from the Hub; return its folder and commit.
 
-    Run on the driver. `huggingface_hub` finds the token itself (`HF_TOKEN` or its token file).
+    Run on the driver. `revision` is a branch, tag or commit; None is the tag `v3.0`, as in LeRobot, or else the default
+    branch. Without `cache_dir`, LeRobot's own cache of Hub datasets is used, so that nothing is downloaded twice.
 
-    Args:
-        repo_id: `user/name`.
-        revision: branch, tag or commit; None for the tag `v3.0`, as in LeRobot, or else the default branch.
-        cache_dir: None for LeRobot's own cache of Hub datasets, so nothing is downloaded twice.
-    Returns:
-        The local folder and its full commit hash, a `revision` that repeats the download exactly.
     Raises:
         ValueError: no such repository, revision, episode or camera, no access, or not a LeRobot dataset.
         OSError: the Hub cannot be reached.

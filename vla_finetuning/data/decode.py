@@ -46,9 +46,6 @@ def check_samples(source: Any, name: str) -> None:
     """Refuse an mp4 that claims more samples of one constant size than it has bytes for: FFmpeg would list them.
 
     Layout: ISO/IEC 14496-12, 8.7.3. Other tables have an entry per sample, so their size is bounded by the file's.
-
-    Raises:
-        ValueError: names the file.
     """
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:  # reported when the file is decoded
         file = opened.enter_context(open(source, "rb")) if isinstance(source, (str, Path)) else source
@@ -71,10 +68,8 @@ class VideoReader:
 
     Args:
         source: path, or seekable binary file object.
-        name: name of the video in errors (dataset, camera, file).
         height, width: size of the frames in the dataset's metadata, in pixels, checked before decoding and for each
             frame. FFmpeg refuses far larger frames before it allocates them.
-        fps: frames per second of the dataset.
         tolerance_s: largest distance of a frame from its row's timestamp, in seconds, as in LeRobot; the rounding of
             float32 timestamps is added.
         threads: codec threads, one per CPU of the task.
@@ -241,9 +236,6 @@ def depth_table(info: Mapping[str, Any], *, name: str) -> np.ndarray:
     """Return the depths of the 12-bit codes of a depth video: float32 (4096,), in millimetres, by LeRobot's function.
 
     Runs on the driver (it imports LeRobot). `info` is the feature's entry in meta/info.json.
-
-    Raises:
-        ValueError: the range of depths in `info` is invalid.
     """
     import torch
     from lerobot.configs.video import DepthEncoderConfig
@@ -267,9 +259,6 @@ def decode_depth_image(data: bytes | None, unit: str | None, *, name: str, heigh
     """Decode a depth map (TIFF, 16-bit PNG) to float32 (H, W, 1), in millimetres as LeRobot's.
 
     `unit` is the dataset's unit, "m" or "mm"; None keeps the values.
-
-    Raises:
-        ValueError: as `decode_image`, and for values that are neither uint16 nor float32.
     """
     depth = _open_image(data, ("I;16", "I;16B", "F"), "a depth map of uint16 or float32", name, height, width)
     depth = depth.astype(np.float32)[..., None]
@@ -277,11 +266,7 @@ def decode_depth_image(data: bytes | None, unit: str | None, *, name: str, heigh
 
 
 def decode_image(data: bytes | None, *, name: str, height: int, width: int) -> np.ndarray:
-    """Decode an image (PNG, JPEG, ...) to uint8 (H, W, 3), turned by its EXIF orientation: LeRobot's pixels x 255.
-
-    Raises:
-        ValueError: missing or damaged bytes, or another size than (height, width).
-    """
+    """Decode an image (PNG, JPEG, ...) to uint8 (H, W, 3), turned by its EXIF orientation: LeRobot's pixels x 255."""
     plain = data is not None and data[:26] == _PNG + struct.pack(">IIBB", width, height, 8, 2)
     if data is not None and plain and not any(chunk_type in _ORIENTATION_CHUNKS for chunk_type in _png_chunks(data)):
         # Takes a third of Pillow's time. Pillow reads what kornia refuses (a wrong checksum), or raises the error.

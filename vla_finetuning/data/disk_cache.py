@@ -65,11 +65,8 @@ Key = tuple[int, float]
 def make_private(folder: Path) -> None:
     """Create a folder with access for this user only, and check the owners of it and of every parent.
 
-    Only the owners, and the group of a parent, may be able to rename or remove a component of the path.
-
-    Raises:
-        PermissionError: another user owns a component, or anybody may write to it.
-        OSError: the folder cannot be created.
+    Only the owners, and the group of a parent, may be able to rename or remove a component of the path. Raises
+    PermissionError if another user owns a component, or anybody may write to it.
     """
     folder = Path(os.path.abspath(folder))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -81,9 +78,7 @@ def make_private(folder: Path) -> None:
 def open_own(path: Path, flags: int) -> int:
     """Open a regular file of this user, created with mode 0600, without following a link; return its descriptor.
 
-    Raises:
-        PermissionError: another user's file, or no regular file.
-        OSError: as `os.open`.
+    Raises PermissionError for another user's file, or no regular file, and OSError as `os.open`.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     info = os.fstat(descriptor)
@@ -132,9 +127,7 @@ class DiskCache:
     def content(self, dataset: str, file: str, identity: str) -> Path | None:
         """Return the folder for data derived from a file's content, which may not exist; None if the cache fails.
 
-        Args:
-            dataset, file: identify the file.
-            identity: identifies this content among other contents of the file.
+        `identity` identifies this content among other contents of the file.
         """
         with self.tolerating_errors():
             if self.is_readable:
@@ -206,16 +199,12 @@ class DiskCache:
     @contextlib.contextmanager
     def locked(self, path: Path) -> Iterator[None]:
         """Hold a lock on `path` against other processes and threads."""
-        descriptor = None
-        with self.tolerating_errors():
-            self.make_folder(path.parent)
-            descriptor = open_own(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        try:
+        with contextlib.ExitStack() as held:
+            with self.tolerating_errors():
+                descriptor = self._open_to_write(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT)
+                held.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
 
     def _open_to_write(self, path: Path, flags: int) -> int:
         try:
@@ -274,6 +263,11 @@ class DiskCache:
 
     def _take_capacity(self, size: int) -> int:
         """Take capacity of at least `size` from the ledger; return 0 if there is none."""
+
+        def is_full() -> bool:
+            used, most = _disk_bytes(self.folder)
+            return used + size > most
+
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, before = open_own(self.folder / LEDGER, os.O_RDWR | os.O_CREAT), time.monotonic()
         try:
@@ -282,9 +276,9 @@ class DiskCache:
             stored = int(ledger) if ledger.isdigit() else self._evict(float("inf"))
             if stored + size > self.limit_bytes:
                 stored = self._evict(self.limit_bytes - size)
-            if self._disk_is_full(size):
+            if is_full():
                 stored = self._evict(0)
-            fits = stored + size <= self.limit_bytes and not self._disk_is_full(size)
+            fits = stored + size <= self.limit_bytes and not is_full()
             capacity = max(size, min(SLICE_BYTES, (self.limit_bytes - stored) // 16)) if fits else 0
             os.pwrite(descriptor, b"%020d" % (stored + capacity), 0)
         finally:
@@ -306,10 +300,6 @@ class DiskCache:
                 shutil.rmtree(place, ignore_errors=True)
                 stored -= size
         return stored
-
-    def _disk_is_full(self, size: int) -> bool:
-        used, most = _disk_bytes(self.folder)
-        return used + size > most
 
     @contextlib.contextmanager
     def tolerating_errors(self) -> Iterator[None]:
@@ -422,11 +412,7 @@ def _size_on_disk(folder: Path) -> int:
 
 
 def numbers_gb() -> float:
-    """Return the maximum size of the cache of numbers on this node, in 10^9 bytes; 0 if the default folder is tmpfs.
-
-    Raises:
-        ValueError: VLA_NUMBERS_GB is invalid.
-    """
+    """Return the maximum size of the cache of numbers on this node, in 10^9 bytes; 0 if the default folder is tmpfs."""
     return 0.0 if NUMBERS_DIR == DEFAULT_NUMBERS_DIR and is_in_memory(Path(NUMBERS_DIR)) else numbers_limit_gb()
 
 

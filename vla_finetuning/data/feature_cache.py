@@ -35,11 +35,8 @@ class FeatureStore:
     up to rounding.
 
     Args:
-        metas: the datasets.
         cameras: by camera, its name in the datasets that have it.
-        decoding: parameters of the read tasks.
         shapes: by camera, the shape of a frame's features.
-        dtype: dtype of the features.
         made_by: identifier of the computation: weights, precision, libraries.
     """
 

@@ -31,17 +31,13 @@ def frame_ranges_of(
     skip_idle: float | None = None,
     weight: np.ndarray | None = None,
 ) -> FrameRanges:
-    """Return the frames of some episodes that are rows, without the episodes that have none.
+    """Return the frames of some episodes (int64, ascending) that are rows, without the episodes that have none.
 
     Args:
-        episodes: episode numbers, int64, ascending.
         dropped: number of last frames of each episode that are no rows.
         keys: state and action vectors, for `skip_idle`.
         skip_idle: frames in which nothing moves for longer than this, in seconds, are no rows (see `data.idle`).
         weight: weights of all episodes of the dataset, float64, at least 0; None for 1.
-
-    Raises:
-        ValueError, FileNotFoundError: as `idle.moving_runs`.
     """
     if skip_idle is None:
         stretches = np.stack([episodes, np.zeros_like(episodes), meta.episode_length[episodes]], axis=1)
@@ -57,13 +53,10 @@ def frame_ranges_of(
 
 @dataclass(frozen=True)
 class EpochShare:
-    """The share of some episodes in an epoch.
+    """The share of the episodes of a task (`name`), or of "all", in an epoch.
 
-    Attributes:
-        name: task, or "all".
-        episodes, frames: number of episodes and of their frames, including those of weight 0.
-        used: frames that are rows.
-        rows: rows of an epoch; the mean if episodes have weights.
+    `episodes` and `frames` count those of weight 0 too. `used` counts the frames that are rows, and `rows` the rows of
+    an epoch: the mean if episodes have weights.
     """
 
     name: str

@@ -15,18 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_commit(repo_id: str, revision: str | None, *, repo_type: str, default_revision: str | None = None) -> str:
-    """Return the commit that a revision names now, so that a run can be repeated exactly.
+    """Return the commit (40 hexadecimal digits) that a branch or tag names now, so that a run can be repeated exactly.
 
-    Args:
-        repo_id: `user/name`.
-        revision: branch, tag or full commit hash (returned as it is: a cached commit needs no network).
-            None is `default_revision` where the repository has it, or else its default branch.
-        repo_type: `"dataset"` or `"model"`.
-    Returns:
-        A commit hash of 40 hexadecimal digits.
-    Raises:
-        ValueError: no such repository or revision, or no access.
-        OSError: the Hub cannot be reached.
+    A full commit hash is returned as it is: a cached commit needs no network. None is `default_revision` where the
+    repository has it, or else its default branch. Raises ValueError and OSError as `explaining_errors`.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
@@ -55,12 +47,8 @@ def download_snapshot(
 ) -> str:
     """Download a repository at a commit, except for cached files, and return its folder.
 
-    Args:
-        cache_dir: None for the cache of `huggingface_hub`.
-        allow_patterns: download only files that match one of these (`fnmatch`, `*` also matches `/`).
-    Raises:
-        ValueError: no such repository or revision, or no access.
-        OSError: the Hub cannot be reached and the cache does not hold the commit.
+    `allow_patterns` selects files (`fnmatch`, `*` also matches `/`). Raises ValueError and OSError as
+    `explaining_errors`.
     """
     from huggingface_hub import snapshot_download
 
@@ -77,11 +65,7 @@ def download_snapshot(
 def require_model(repo_id: str, file: str) -> None:
     """Check that a file of a model is cached or may be downloaded.
 
-    Libraries that load it would retry for a minute and then explain less.
-
-    Raises:
-        ValueError: no such model, or no access.
-        OSError: the Hub cannot be reached and the cache does not hold the file.
+    Libraries that load it would retry for a minute and then explain less than `explaining_errors`.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
 
@@ -95,7 +79,11 @@ def require_model(repo_id: str, file: str) -> None:
 
 @contextlib.contextmanager
 def explaining_errors(repo_id: str, revision: str | None, repo_type: str, *, cached: bool = True) -> Iterator[None]:
-    """Convert errors of the Hub client to errors with a remedy."""
+    """Convert errors of the Hub client to errors with a remedy.
+
+    Raises ValueError for no such repository or revision, or no access, and OSError if the Hub cannot be reached and,
+    with `cached`, the cache does not hold what is wanted.
+    """
     import httpx
     from huggingface_hub import errors
 

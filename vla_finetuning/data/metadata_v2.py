@@ -52,11 +52,7 @@ def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
 
 
 def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: Sequence[str]) -> EpisodeTable:
-    """Read `meta/episodes.jsonl`. Every episode has its own files and begins at row 0.
-
-    Raises:
-        ValueError, FileNotFoundError: with the number of the line.
-    """
+    """Read `meta/episodes.jsonl`. Every episode has its own files and begins at row 0."""
     index, length, tasks = [], [], []
     same: dict[tuple[str, ...], tuple[str, ...]] = {}
     for label, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES_BYTES):
@@ -79,10 +75,8 @@ def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: Sequence
 def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any, not_read: list[str]) -> Stats:
     """Join the statistics of the episodes to statistics of all rows, as LeRobot's `aggregate_stats` does.
 
-    Skip features that some episode lacks or has in another shape, and append a line for each to `not_read`.
-
-    Args:
-        parsed: function of the JSON of an episode's statistics and its location, which returns arrays.
+    Skip features that some episode lacks or has in another shape, and append a line for each to `not_read`. `parsed`
+    makes arrays of the JSON of an episode's statistics, given its location too.
     """
     joined: Stats = {}
     counts: Counter[str] = Counter()
@@ -124,11 +118,7 @@ def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any, not_read: 
 
 
 def read_column(fs: fsspec.AbstractFileSystem, base: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read the episode numbers, int64 (N,), and the values of the key `name`, float64 (N,), in meta/episodes.jsonl.
-
-    Raises:
-        ValueError: an episode has no number as `name`.
-    """
+    """Read the episode numbers, int64 (N,), and the values of the key `name`, float64 (N,), in meta/episodes.jsonl."""
     index, values = [], []
     for label, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES_BYTES):
         value = line.get(name)

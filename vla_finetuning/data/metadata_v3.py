@@ -88,33 +88,28 @@ def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: list[str
 
     Millions of episodes must fit: columns are converted file by file, and equal instructions share one object.
 
-    Raises:
-        ValueError: an invalid `episode_index` or `length`; the message names the file and the column.
-        FileNotFoundError: no file.
+    Raises ValueError for an invalid `episode_index` or `length`.
     """
-    file_columns = []
+    dtypes: dict[str, type] = {}
     for prefix in ["data", *(f"videos/{key}" for key in video_keys)]:
-        file_columns += [f"{prefix}/chunk_index", f"{prefix}/file_index"]
-    start_columns = [f"videos/{key}/from_timestamp" for key in video_keys]
-    names = ["episode_index", "length", *file_columns, *start_columns]
+        dtypes |= {f"{prefix}/chunk_index": np.int32, f"{prefix}/file_index": np.int32}
+    dtypes |= {f"videos/{key}/from_timestamp": np.float64 for key in video_keys}
+    names = ["episode_index", "length", *dtypes]
 
-    paths = episode_files(fs, base)
     parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
     tasks: list[tuple[str, ...]] = []
     broken: dict[str, dict[int, str]] = {}
     same: dict[tuple[str, ...], tuple[str, ...]] = {}
     budget = Budget("episodes", MAX_EPISODES_BYTES)
     with freeing_footers() as free:
-        for path in paths:
+        for path in episode_files(fs, base):
             part = _read_file(fs, base, path, names, budget)
             free()
             for name in ("episode_index", "length"):
                 parts[name].append(_int_column(part, name, path, low=0, high=MAX_INDEX))
             index, length = parts["episode_index"][-1], parts["length"][-1]
-            for name in file_columns:
-                parts[name].append(_place_column(part, name, path, index, broken).astype(np.int32))
-            for name in start_columns:
-                parts[name].append(_place_column(part, name, path, index, broken))
+            for name, dtype in dtypes.items():
+                parts[name].append(_place_column(part, name, path, index, broken).astype(dtype, copy=False))
             for episode in index[length < 1].tolist():
                 broken.setdefault("data", {})[episode] = f"has length 0 in {path}"
             tasks += (same.setdefault(t, t) for t in _episode_tasks(part))

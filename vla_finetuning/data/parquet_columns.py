@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike
 
 from vla_finetuning.data.disk_cache import DiskCache, images_cache, numbers_cache
 from vla_finetuning.data.limits import MAX_DATA_BYTES
-from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.data.safe_parquet import Budget, OpenedParquet, open_parquet, read_columns
 from vla_finetuning.data.storage import RemoteFileSystem
 
 # Most copies that a process maps. Linux allows 65,530 mappings.
@@ -32,12 +32,20 @@ _MAPPED = 2**14
 
 @dataclass(frozen=True)
 class DataFile:
-    """A parquet file of a dataset; `dataset` identifies the dataset in caches, `name` names the file in errors."""
+    """A parquet file of a dataset.
+
+    `name` names the file in errors, `dataset` the dataset in caches. `identity` identifies the file's content
+    (`storage.file_identity`); None for no cache.
+    """
 
     fs: fsspec.AbstractFileSystem
     path: str
     name: str
     dataset: str
+    identity: str | None = None
+
+    def open(self) -> contextlib.AbstractContextManager[OpenedParquet]:
+        return open_parquet(self.fs, self.path, name=self.name, identity=self.identity)
 
 
 @dataclass(frozen=True)
@@ -77,15 +85,12 @@ class Groups:
         return int(self.table_row[group]) + row - int(self.file_row[group])
 
 
-def read_groups(file: DataFile, columns: Collection[str], spans: Sequence[Span] | None, identity: str | None) -> Groups:
+def read_groups(file: DataFile, columns: Collection[str], spans: Sequence[Span] | None) -> Groups:
     """Read columns of the row groups that hold the spans, or of all row groups if `spans` is None.
 
-    Args:
-        identity: identity of the file's content, to cache its footer; None for no cache.
-    Raises:
-        ValueError: missing columns or rows, or more bytes than MAX_DATA_BYTES; as `open_parquet`.
+    Raises ValueError for missing columns or rows, or more bytes than MAX_DATA_BYTES, and as `open_parquet`.
     """
-    with open_parquet(file.fs, file.path, name=file.name, identity=identity) as parquet:
+    with file.open() as parquet:
         missing = [column for column in columns if column not in parquet.schema_arrow.names]
         if missing:
             raise ValueError(f"{file.name}: columns {missing} are missing; meta/info.json promises them")
@@ -107,41 +112,33 @@ def read_groups(file: DataFile, columns: Collection[str], spans: Sequence[Span] 
         return Groups(table, group_first[groups], group_first[groups] - skipped[groups])
 
 
-def read_values(
-    file: DataFile, key: str, rows: np.ndarray, identity: str | None
-) -> Iterator[tuple[np.ndarray, pa.ChunkedArray]]:
-    """Yield values of one column in `rows`, with at most one row group in memory.
+def read_values(file: DataFile, key: str, rows: np.ndarray) -> Iterator[tuple[np.ndarray, pa.ChunkedArray]]:
+    """Yield values of one column in `rows` (int64 (N,), in any order), with at most one row group in memory.
 
-    Args:
-        rows: row numbers in the file, int64 (N,), in any order.
-        identity: as for `read_groups`.
-    Returns:
-        For each row group, positions in `rows`, int64 (n,), and the values there.
-    Raises:
-        ValueError: as `read_groups`.
+    Each is a tuple of positions in `rows`, int64 (n,), and the values there. Raises ValueError as `read_groups`.
     """
-    for group in groups_with(file, rows, identity):
-        inside = np.flatnonzero((rows >= group.first) & (rows < group.last))
-        contents = read_groups(file, [key], [group], identity)
+    for group, inside in groups_with(file, rows):
+        contents = read_groups(file, [key], [group])
         yield inside, contents.table.column(key).take(pa.array(rows[inside] - group.first))
 
 
-def groups_with(file: DataFile, rows: np.ndarray, identity: str | None) -> list[Span]:
-    """Return the row groups that hold `rows`. Raises ValueError if the file has fewer rows."""
-    first = _group_starts.get(identity or "")
+def groups_with(file: DataFile, rows: np.ndarray) -> Iterator[tuple[Span, np.ndarray]]:
+    """Yield each row group that holds some of `rows`, and their positions in `rows`. Raises ValueError without them."""
+    first = _group_starts.get(file.identity or "")
     if first is None:
-        with open_parquet(file.fs, file.path, name=file.name, identity=identity) as parquet:
+        with file.open() as parquet:
             groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
             first = np.cumsum([0, *(group.num_rows for group in groups)])
-        if identity is not None:
-            _remember(_group_starts, identity, first)
-    group_numbers = np.unique(np.searchsorted(first, rows, "right") - 1).tolist()
-    if group_numbers and group_numbers[-1] >= len(first) - 1:
+        if file.identity is not None:
+            _remember(_group_starts, file.identity, first)
+    if len(rows) and rows.max() >= first[-1]:
         raise ValueError(
             f"{file.name}: row {rows.max()} is wanted, the file has {first[-1]} rows: the file is incomplete or "
             "meta/episodes is wrong"
         )
-    return [Span(f"row group {g}", int(first[g]), int(first[g + 1])) for g in group_numbers]
+    number = np.searchsorted(first, rows, "right") - 1
+    for g in np.unique(number).tolist():
+        yield Span(f"row group {g}", int(first[g]), int(first[g + 1])), np.flatnonzero(number == g)
 
 
 # ---- copies on the node's disk ------------------------------------------------------------------------------------
@@ -158,18 +155,15 @@ def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def _copied(
-    cache: DiskCache, file: DataFile, key: str, identity: str, name: str, unpack: Callable[[], pa.RecordBatch] | None
+    cache: DiskCache, file: DataFile, key: str, name: str, unpack: Callable[[], pa.RecordBatch] | None
 ) -> pa.RecordBatch | None:
-    """Return the cached copy, or call `unpack` and cache its result; None if there is no copy.
+    """Return the cached copy `name` of the columns `key`, or call `unpack` and cache its result; None if there is none.
 
-    Args:
-        key: identifies the copied columns.
-        identity: identity of the file's content.
-        name: file name of the copy.
-    Raises:
-        Errors of `unpack`.
+    Raises the errors of `unpack`.
     """
-    folder = cache.content(file.dataset, f"{file.path}\0{key}", identity)
+    if file.identity is None:
+        return None
+    folder = cache.content(file.dataset, f"{file.path}\0{key}", file.identity)
     if folder is None:
         return None
     path = folder / name
@@ -198,15 +192,10 @@ def _copied(
 # ---- numbers ------------------------------------------------------------------------------------------------------
 
 
-def read_numbers(
-    file: DataFile, columns: Sequence[Column], spans: Sequence[Span], identity: str | None
-) -> list[np.ndarray]:
+def read_numbers(file: DataFile, columns: Sequence[Column], spans: Sequence[Span]) -> list[np.ndarray]:
     """Read the rows of the spans, concatenated: one array (N, *shape) per column, or (N,) for shape (1,).
 
-    Args:
-        identity: identity of the file's content, the key of the node's disk cache; None for no cache.
-    Raises:
-        ValueError: as `read_groups` and `numbers`, when the rows are unpacked for the first time.
+    Raises ValueError as `read_groups` and `numbers`, when the rows are unpacked for the first time.
     """
     keys = list(dict.fromkeys(column.key for column in columns))
 
@@ -215,16 +204,16 @@ def read_numbers(
         return [numbers(table.column(c.key), c.dtype, c.shape, f"{file.name}: column {c.key}") for c in columns]
 
     def whole() -> pa.RecordBatch:
-        return _to_arrow(unpacked(read_groups(file, keys, None, identity)))
+        return _to_arrow(unpacked(read_groups(file, keys, None)))
 
     kinds = [(c.key, c.dtype.str, c.shape) for c in columns]
     # The error may concern rows outside the spans: read only their row groups then.
-    with contextlib.nullcontext() if identity is None else contextlib.suppress(ValueError):
-        copy = None if identity is None else _copied(numbers_cache(), file, repr(kinds), identity, "numbers", whole)
+    with contextlib.suppress(ValueError):
+        copy = _copied(numbers_cache(), file, repr(kinds), "numbers", whole)
         if copy is not None and all(span.last <= len(copy) for span in spans):
             arrays = [_from_arrow(copy.column(i), c) for i, c in enumerate(columns)]
             return [np.concatenate([array[span.first : span.last] for span in spans]) for array in arrays]
-    groups = read_groups(file, keys, spans, identity)
+    groups = read_groups(file, keys, spans)
     places = [(groups.at(span.first), len(span)) for span in spans]
     return [np.concatenate([array[at : at + rows] for at, rows in places]) for array in unpacked(groups)]
 
@@ -246,12 +235,8 @@ def _from_arrow(rows: pa.Array, column: Column) -> np.ndarray:
 def numbers(column: pa.ChunkedArray, dtype: DTypeLike | None, shape: tuple[int, ...], label: str) -> np.ndarray:
     """Convert a column of scalars, lists or nested lists to an array (N, *shape), or (N,) for shape (1,).
 
-    Args:
-        dtype: dtype that represents the numbers exactly; None for the stored one.
-        shape: shape of a row; (1,) is a scalar.
-        label: prefix of errors.
-    Raises:
-        ValueError: a value is missing or has another shape or type.
+    `dtype` represents the numbers exactly; None for the stored one. Raises ValueError if a value is missing or has
+    another shape or type.
     """
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
@@ -299,33 +284,23 @@ def _as_declared(array: pa.Array, dtype: np.dtype, label: str) -> pa.Array:
 # ---- encoded images -----------------------------------------------------------------------------------------------
 
 
-def read_images(
-    file: DataFile, key: str, rows: np.ndarray, identity: str | None
-) -> Iterator[tuple[int, bytes | str | None]]:
-    """Yield the encoded images of a column in `rows`, with at most one row group in memory.
+def read_images(file: DataFile, key: str, rows: np.ndarray) -> Iterator[tuple[int, bytes | str | None]]:
+    """Yield the encoded images of a column in `rows` (int64 (N,)), with at most one row group in memory.
 
-    Args:
-        rows: row numbers in the file, int64 (N,), in any order.
-        identity: identity of the file's content, the key of the node's disk cache; None for no cache.
-    Returns:
-        Each position in `rows` once, in any order, with the image, the path of an image file, or None.
-    Raises:
-        ValueError: as `read_groups`, when a row group is unpacked; the column holds no images.
+    Each position in `rows` comes once, in any order, with the image, the path of an image file, or None. Raises
+    ValueError as `read_groups`, when a row group is unpacked, and for a column without images.
     """
-    for group in groups_with(file, rows, identity):
-        inside = np.flatnonzero((rows >= group.first) & (rows < group.last))
+    for group, inside in groups_with(file, rows):
 
         def unpack(fs: fsspec.AbstractFileSystem, group: Span = group) -> pa.RecordBatch:
-            table = read_groups(replace(file, fs=fs), [key], [group], identity).table
+            table = read_groups(replace(file, fs=fs), [key], [group]).table
             forms = _stored_forms(table.column(key).combine_chunks(), f"{file.name}: {key}")
             return pa.record_batch(list(forms), names=["bytes", "path"])
 
         # Do not cache blocks of the remote file in addition to the copy.
         alone = file.fs.uncached() if isinstance(file.fs, RemoteFileSystem) else file.fs
-        copy = None
-        if identity is not None:
-            make = None if _is_group_end(rows[inside], group) else partial(unpack, alone)
-            copy = _copied(images_cache(), file, key, identity, str(group.first), make)
+        make = None if _is_group_end(rows[inside], group) else partial(unpack, alone)
+        copy = _copied(images_cache(), file, key, str(group.first), make)
         batch = unpack(file.fs) if copy is None else copy
         at = pa.array(rows[inside] - group.first)
         images, paths = (batch.column(name).take(at).to_pylist() for name in ("bytes", "path"))

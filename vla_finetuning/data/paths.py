@@ -35,17 +35,13 @@ DEFAULT_CHUNKS_SIZE = 1000
 def assign_files(
     info: Mapping[str, Any], episodes: Mapping[str, np.ndarray], video_key: str | None = None
 ) -> tuple[tuple[str, ...], np.ndarray]:
-    """Assign every episode to its parquet file, or to its mp4 file of a camera.
+    """Assign every episode to its parquet file, or to its mp4 file of the camera `video_key`.
 
-    Args:
-        info: content of info.json.
-        episodes: columns `episode_index` and, below `data/` or `videos/{video_key}/`, `chunk_index` and `file_index`:
-            checked integers (E,), sorted by episode.
-        video_key: key of the camera; None for the parquet files.
-    Returns:
-        The distinct paths in order of first use, and the index of each episode's path, int32 (E,).
-    Raises:
-        ValueError: the template is invalid, leads out of the dataset, or gives several files the same path.
+    `episodes` has the columns `episode_index` and, below `data/` or `videos/{video_key}/`, `chunk_index` and
+    `file_index`: checked integers (E,), sorted by episode. Return the distinct paths in order of first use, and the
+    index of each episode's path, int32 (E,).
+
+    Raises ValueError if the template is invalid, leads out of the dataset, or gives several files the same path.
     """
     name, prefix = ("data_path", "data") if video_key is None else ("video_path", f"videos/{video_key}")
     template = info.get(name, DEFAULT_TEMPLATES[name])
@@ -118,13 +114,7 @@ def check_inside(fs: fsspec.AbstractFileSystem, base: str, paths: Sequence[str])
 
 
 def read_whole(fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: int) -> bytes:
-    """Read a file of metadata.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is larger than `most_bytes`, or a link to a place outside the dataset.
-        StorageError: the object store does not answer.
-    """
+    """Read a file of metadata. Raises ValueError if it is larger than `most_bytes`, or a link out of the dataset."""
     with _naming_metadata(fs, base, path):
         size = fs.size(f"{base}/{path}")
         text: bytes = fs.cat_file(f"{base}/{path}") if size <= most_bytes else b""
@@ -138,11 +128,7 @@ def read_lines(
 ) -> Iterator[bytes]:
     """Yield the lines of a file of metadata, with at most 1 MiB and one line in memory.
 
-    Args:
-        most_bytes: limit of the file's size; None for no limit.
-        line_bytes: limit of a line's size.
-    Raises:
-        As `read_whole`; ValueError: a line is longer than `line_bytes`.
+    `most_bytes` is the limit of the file's size, `line_bytes` that of a line. Raises ValueError as `read_whole`.
     """
     with _naming_metadata(fs, base, path):
         size = fs.size(f"{base}/{path}")

@@ -271,10 +271,10 @@ def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
     features = {key: feature for key, feature in reader.features.items() if key in options.columns}
     numeric = [key for key, feature in features.items() if feature.dtype in NUMERIC_DTYPES]
     label = f"{reader.root}: {file}"
-    data_file = DataFile(reader.fs, reader.path(file), label, reader.dataset)
-    spans = [Span(f"episode {e.episode_index}", e.data_row + e.first, e.data_row + e.last) for e in members]
     with naming_file(label):
-        identity = file_identity(reader.fs, data_file.path)
+        identity = file_identity(reader.fs, reader.path(file))
+    data_file = DataFile(reader.fs, reader.path(file), label, reader.dataset, identity)
+    spans = [Span(f"episode {e.episode_index}", e.data_row + e.first, e.data_row + e.last) for e in members]
 
     needed = {
         ("", key): Column(key, np.dtype(dtype), (1,))
@@ -284,7 +284,7 @@ def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
     row_columns = {key: [_column(feature) for feature in features[key].columns] for key in numeric}
     needed |= {("row", column.key): column for group in row_columns.values() for column in group}
     distinct = list(dict.fromkeys(needed.values()))
-    arrays = dict(zip(distinct, read_numbers(data_file, distinct, spans, identity), strict=True))
+    arrays = dict(zip(distinct, read_numbers(data_file, distinct, spans), strict=True))
     begin = np.cumsum([0, *map(len, spans)])
     for e, at in zip(members, begin.tolist(), strict=False):
         e.numbers_offset = at - e.first
@@ -309,7 +309,7 @@ def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
 
     for key, feature in features.items():
         if key not in numeric and feature.dtype not in CAMERA_DTYPES:
-            _fill_texts(data_file, key, feature, members, out, identity)
+            _fill_texts(data_file, key, feature, members, out)
     for e in members:
         if "task" in options.columns:
             task_index = bookkeeping["task_index"][e.numbers_offset + e.frame]
@@ -391,13 +391,11 @@ def _fill_numbers(key: str, values: np.ndarray, e: _Episode, out: _Output) -> No
     column[e.position] = values[e.numbers_offset + frames]
 
 
-def _fill_texts(
-    file: DataFile, key: str, feature: Feature, members: Sequence[_Episode], out: _Output, identity: str | None
-) -> None:
+def _fill_texts(file: DataFile, key: str, feature: Feature, members: Sequence[_Episode], out: _Output) -> None:
     position = np.concatenate([e.position for e in members])
     rows = np.concatenate([e.data_row + e.frame for e in members])
     seconds = np.concatenate([e.timestamps[e.frame - e.first] for e in members])
-    for inside, column in read_values(file, feature.key, rows, identity):
+    for inside, column in read_values(file, feature.key, rows):
         label = f"{file.name}: column {feature.key}"
         if feature.texts:
             picked = [feature.texts.get(n, "") for n in numbers(column, np.int64, (1,), label).ravel().tolist()]

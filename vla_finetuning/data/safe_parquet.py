@@ -52,7 +52,7 @@ class Budget:
 
 
 class OpenedParquet(pq.ParquetFile):
-    """A parquet file opened by `open_parquet`; `prefetch` requests the chunks of a file in an object store early."""
+    """A parquet file opened by `open_parquet`."""
 
     def __init__(self, file: Any, **options: Any):
         super().__init__(file, **options)
@@ -64,7 +64,7 @@ class OpenedParquet(pq.ParquetFile):
         return pq.ParquetFile(self._file, metadata=self.metadata, **options)
 
     def prefetch(self, groups: Sequence[int], leaves: Sequence[int]) -> None:
-        """Fetch the chunks of columns in row groups in parallel, in the background."""
+        """Fetch the chunks of columns in row groups from an object store in parallel, in the background."""
         if hasattr(self._file, "ask"):
             chunks = [self.metadata.row_group(group).column(leaf) for group in groups for leaf in leaves]
             starts = [min(filter(None, (c.dictionary_page_offset, c.data_page_offset))) for c in chunks]
@@ -81,13 +81,10 @@ def open_parquet(
     (CVE-2026-41486, closed in Ray 2.55; an environment variable reopens it). So Arrow's schema is hidden from Arrow:
     columns have their parquet types, and extension arrays have their storage types.
 
-    Read the file with `read_columns`, which unpacks no more than its budget.
+    Read the file with `read_columns`, which unpacks no more than its budget. `name` names the file in errors.
+    `identity` is that of the content (`storage.file_identity`), to cache the parsed footer in this process: some are as
+    large as the data that is read.
 
-    Args:
-        path: path inside `fs`.
-        name: name of the file in errors; None for `path`.
-        identity: identity of the content (`storage.file_identity`), to cache the parsed footer in this process. Some
-            footers are as large as the data that is read.
     Raises:
         FileNotFoundError: the file does not exist.
         StorageError: the object store or the disk refused or did not answer.
@@ -161,15 +158,9 @@ def read_columns(
 
     A page can repeat one value millions of times in a few bytes. So check the footer's counts first, and unpack texts
     a few rows at a time until they exceed the budget. Read lists of texts that may exceed it as dictionaries, and
-    unpack them when their total length is known.
+    unpack them when their total length is known. `groups` are the row groups to read; None for all.
 
-    Args:
-        columns: names of the columns.
-        budget: budget to charge.
-        name: name of the file in errors.
-        groups: numbers of the row groups to read; None for all.
-    Raises:
-        ValueError: a column is missing or repeated, or the budget is exceeded.
+    Raises ValueError if a column is missing or repeated, or the budget is exceeded.
     """
     names = file.schema_arrow.names
     if doubled := [column for column in columns if names.count(column) != 1]:

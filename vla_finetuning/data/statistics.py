@@ -120,7 +120,7 @@ def episode_arrays(
     """
     columns = {column.key: column for feature in features for column in feature.columns}
     spans = [Span(f"episode {e}", a, a + n) for e, a, n in zip(episodes, first_rows, lengths, strict=True)]
-    groups = read_groups(DataFile(fs, path, path, path), {"episode_index", *columns}, spans, None)
+    groups = read_groups(DataFile(fs, path, path, path), {"episode_index", *columns}, spans)
     table = groups.table
     index = numbers(table["episode_index"], np.int64, (1,), f"{path}: column episode_index")
     stored = {key: numbers(table[key], None, c.shape, f"{path}: column {key}") for key, c in columns.items()}

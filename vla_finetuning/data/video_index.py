@@ -22,8 +22,8 @@ from vla_finetuning.data.storage import BLOCK_BYTES, RemoteFile, RemoteFileSyste
 MAX_INDEX_BYTES = 64 * 2**20
 # Bytes that FFmpeg reads at a time, and hence reads ahead.
 READ_BYTES = 32 * 2**10
-# Number of later frames that a decoder needs before it returns a frame.
-LATER_FRAMES = 4
+# Later frames to fetch: those that a decoder needs before it returns a frame, and by which an edit list shifts frames.
+LATER_FRAMES = 6
 # Bytes of the first frames that FFmpeg reads when it opens a file.
 FIRST_BYTES = 2 * READ_BYTES
 # Maximum bytes that are fetched beforehand of one file for one window.
@@ -36,7 +36,7 @@ class VideoIndex:
 
     Attributes:
         offset, size: bytes of each frame in the file, int64 (N,).
-        shown_s: presentation time in seconds, float64 (N,).
+        shown_s: presentation time in seconds, without the file's edit list, float64 (N,).
         key: indices of the key frames, int64 (K,).
     """
 
@@ -137,18 +137,8 @@ def _expand_runs(runs: np.ndarray, total: int) -> np.ndarray:
     return np.repeat(runs[:, 1], runs[:, 0])
 
 
-def _timescale(data: bytes, box: Box | None) -> int:
-    if box is None:
-        raise ValueError("a header is missing")
-    scale = struct.unpack_from(">I", data, box[1] + (20 if data[box[1]] else 12))[0]
-    if not scale:
-        raise ValueError("no unit of time")
-    return scale
-
-
 def _parse_moov(data: bytes) -> VideoIndex:
     """Return the index in a moov box. Raises ValueError, IndexError, struct.error for invalid content."""
-    moov = b"moov", 0, len(data)
     tracks = inner_boxes(io.BytesIO(data), 0, len(data), b"trak")
     handlers = ((track, _find_box(data, track, b"mdia", b"hdlr")) for track in tracks)
     track = next((t for t, h in handlers if h and data[h[1] + 8 : h[1] + 12] == b"vide"), None)
@@ -177,31 +167,14 @@ def _parse_moov(data: bytes) -> VideoIndex:
     ticks = np.cumsum(durations) - durations
     if later := _find_box(data, stbl, b"ctts"):
         ticks = ticks + _expand_runs(_table(data, later, 2), count)
-    shown_s = ticks / _timescale(data, _find_box(data, track, b"mdia", b"mdhd"))
+    header = _find_box(data, track, b"mdia", b"mdhd")
+    scale = 0 if header is None else struct.unpack_from(">I", data, header[1] + (20 if data[header[1]] else 12))[0]
+    if not scale:
+        raise ValueError("no unit of time")
     keys = _find_box(data, stbl, b"stss")
     key = _table(data, keys, 1)[:, 0] - 1 if keys else np.arange(count)
     if not count or not len(key) or (offset < 0).any() or (size < 0).any():
         raise ValueError("no frames, or none that decoding may start at")
     if key[0] < 0 or key[-1] >= count or (np.diff(key) <= 0).any():
-        raise ValueError("no frames, or none that decoding may start at")
-    return VideoIndex(offset, size, shown_s - _edit_shift_s(data, moov, track), key)
-
-
-def _edit_shift_s(data: bytes, moov: Box, track: Box) -> float:
-    """Return the seconds by which the edit list shifts frames towards the start."""
-    edits = _find_box(data, track, b"edts", b"elst")
-    if edits is None:
-        return 0.0
-    if data[edits[1]]:
-        entries = _table(data, edits, 5)  # version 1: two of 8 bytes, which are small, and a rate
-        entries = entries[:, [1, 3]]
-    else:
-        entries = _table(data, edits, 3)[:, :2]
-    begin = next((i for i, (_, at) in enumerate(entries.tolist()) if at >= 0), None)
-    if begin is None:
-        return 0.0
-    scale, movie_scale = (
-        _timescale(data, _find_box(data, track, b"mdia", b"mdhd")),
-        _timescale(data, _find_box(data, moov, b"mvhd")),
-    )
-    return float(entries[begin, 1] / scale - entries[:begin, 0].sum() / movie_scale)
+        raise ValueError("key frames that are not there")
+    return VideoIndex(offset, size, ticks / scale, key)

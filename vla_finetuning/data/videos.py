@@ -36,12 +36,8 @@ DECODING_VERSION = 4
 class FrameRequest:
     """Frames of one episode that are requested from a file.
 
-    Attributes:
-        times_s: times in the video, in seconds, or rows of the images in the data file; float64 (n,), ascending.
-        frame: frame_index of each, int64 (n,).
-        target: indices in `out` of each frame's destinations.
-        out: output array.
-        episode: number of the episode.
+    `times_s` are times in the video, in seconds, or rows of the images in the data file: float64 (n,), ascending.
+    `frame` holds each one's frame_index, int64 (n,), and `target` the indices in `out` of its destinations.
     """
 
     times_s: np.ndarray
@@ -50,14 +46,11 @@ class FrameRequest:
     out: np.ndarray
     episode: int
 
-    @property
-    def keys(self) -> list[Key]:
-        """Return the keys of cached frames, with exact times: the frame nearest to another time may be another one."""
-        return list(zip(self.frame.tolist(), self.times_s.tolist(), strict=True))
-
     def records(self, folder: Path) -> tuple[Path, list[Key], list[np.ndarray]]:
         """Return the arguments by which `DiskCache` reads and writes the frames: file, keys, views of `out`."""
-        return folder / str(self.episode), self.keys, [self.out[target[0]] for target in self.target]
+        # Keys have exact times: the frame nearest to another time may be another one.
+        keys = list(zip(self.frame.tolist(), self.times_s.tolist(), strict=True))
+        return folder / str(self.episode), keys, [self.out[target[0]] for target in self.target]
 
     def put(self, n: int, pixels: np.ndarray) -> None:
         """Write the n-th decoded frame to its destinations, at the output's size."""
@@ -83,9 +76,7 @@ class FrameRequest:
 class CameraFile:
     """A file with frames of a camera, and the frames that are requested of it.
 
-    Attributes:
-        cache: this node's cache of decoded frames; None for no cache.
-        folder: where the cache holds the file's frames, a file of records for each episode; None for nowhere.
+    `folder` is where this node's `cache` holds the file's frames, a file of records for each episode; None for nowhere.
     """
 
     reader: DatasetFiles
@@ -130,9 +121,6 @@ class CameraFile:
             rests = [r.remaining(self.cache.read_records(*r.records(self.folder))) for r in self.requests]
             self.requests = [rest for rest in rests if rest is not None]
 
-    def open(self) -> Any:
-        return self.reader.path(self.file) if self.remote is None else self.remote.file
-
     def decode(self, decoding: Decoding) -> None:
         """Decode the requested frames in one forward pass over the file."""
         (self._decode_video if self.is_video else self._decode_images)(decoding)
@@ -143,7 +131,7 @@ class CameraFile:
     def _decode_video(self, decoding: Decoding) -> None:
         height, width = height_width(self.feature)
         with VideoReader(
-            self.open(),
+            self.reader.path(self.file) if self.remote is None else self.remote.file,
             name=self.name(*(request.episode for request in self.requests)),
             height=height,
             width=width,
@@ -159,12 +147,13 @@ class CameraFile:
     def _decode_images(self, decoding: Decoding) -> None:
         feature, path = self.feature, self.reader.path(self.file)
         height, width = height_width(feature)
-        file = DataFile(self.reader.fs, path, f"{self.reader.root}: {self.file}", self.reader.dataset)
+        identity = file_identity(self.reader.fs, path)
+        file = DataFile(self.reader.fs, path, f"{self.reader.root}: {self.file}", self.reader.dataset, identity)
         # An encoded image is rarely larger than its pixels.
         most_bytes = math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
         rows = np.concatenate([request.times_s for request in self.requests]).astype(np.int64)
         places = [(request, n) for request in self.requests for n in range(len(request.times_s))]
-        for i, data in read_images(file, feature.key, rows, file_identity(self.reader.fs, path)):
+        for i, data in read_images(file, feature.key, rows):
             request, n = places[i]
             name = f"{self.name(request.episode)}, row {rows[i]}"
             if isinstance(data, str):
