@@ -1,7 +1,6 @@
 """Buckets for runs, on loopback: moto's S3 behind a proxy that fails as it is told."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,11 +8,9 @@ import boto3
 import pytest
 from obstore.store import MemoryStore
 
-from tests.loopback import Faults, Proxy, s3_server, serving
+from tests.loopback import Faults, Proxy, s3_server, serving, use_s3
 from vla_finetuning.buckets import mirror, store
 from vla_finetuning.buckets.store import Store, split_address
-
-SECRET = "canary-secret-access-key"
 
 
 @contextlib.contextmanager
@@ -25,13 +22,7 @@ def runs_bucket() -> Iterator[Faults]:
         serving(Proxy(endpoint, faults)) as proxy,
         pytest.MonkeyPatch.context() as environment,
     ):
-        for name in [name for name in os.environ if name.startswith("AWS_")]:
-            environment.delenv(name)
-        environment.setenv("AWS_ACCESS_KEY_ID", "canary")
-        environment.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        environment.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        environment.setenv("AWS_ENDPOINT_URL", proxy)
+        use_s3(environment, proxy)
         forget()
         boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="runs")
         try:

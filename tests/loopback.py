@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import logging
+import os
 import re
 import socket
 import struct
@@ -16,6 +17,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+import pytest
+
+SECRET = "canary-secret-access-key"
 
 
 @contextlib.contextmanager
@@ -74,6 +79,22 @@ def s3_server() -> Iterator[str]:
         yield "http://{}:{}".format(*server.get_host_and_port())
     finally:
         server.stop()
+
+
+def use_s3(environment: pytest.MonkeyPatch, endpoint: str) -> None:
+    """Have programs find an S3 by environment variables alone, and nothing of this machine's."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        environment.delenv(name)
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "canary",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():
+        environment.setenv(name, value)
 
 
 class GoogleStorage(ThreadingHTTPServer):

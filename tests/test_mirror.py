@@ -242,23 +242,6 @@ def test_a_file_of_several_processes_is_a_file_each(url, tmp_path):
     assert file_of_process(tmp_path / "run.log") == tmp_path / "run.log"
 
 
-def test_a_copy_of_googles_store(googles_faults, tmp_path, monkeypatch):
-    monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
-    forget()
-    one, other = as_path("gs://runs/a/run"), other_process("gs://runs/a/run")
-    for text in ("1\n", "1\n2\n"):
-        (one / "m.jsonl").write_text(text)
-        push(one)
-        pull(other)
-        assert (other / "m.jsonl").read_text() == text
-    append_line(other / "m.jsonl", "3")
-    push(other)
-    append_line(one / "m.jsonl", "4")
-    with pytest.raises(ChangedError):
-        push(one / "m.jsonl", only_if_unchanged=True)
-    forget()
-
-
 def test_a_folder_is_fetched_once_for_those_who_read_it_together(url, faults, tmp_path):
     bucket, names = Bucket(url), ("config.json", "model.safetensors", "tokenizer/vocab.json")
     for name in names:

@@ -76,7 +76,7 @@ ENCODERS = (
     *("mjpeg", "png", "prores", "svq1", "qtrle", "jpeg2000", "magicyuv", "dpx", "cinepak", "v210"),
 )
 LEROBOTS = ("libx264", "libx265", "libsvtav1")
-SIZES = [(4, 4), (16, 16), (30, 42), (48, 64), (120, 160), (224, 224), (256, 424), (360, 640)]
+SIZES = [(4, 4), (30, 42), (48, 64), (120, 160), (224, 224), (256, 424)]
 
 
 def encode(codec, path, height, width):
@@ -119,7 +119,7 @@ def test_every_codec_at_any_size(tmp_path, codec):
             reader.read(np.arange(len(frames)) / FPS, lambda i, frame, to=pixels: to.update({i: frame.copy()}))
         assert all(np.array_equal(pixels[i], frame) for i, frame in enumerate(frames))
         done.append((height, width))
-    assert len(done) >= 4, f"{codec}: {done}"
+    assert len(done) >= 3, f"{codec}: {done}"
 
 
 @pytest.mark.parametrize("kind", ["matroska", "avi", "hls"])

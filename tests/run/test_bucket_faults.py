@@ -15,7 +15,8 @@ import vla
 from diagnostics import check_rows
 from tests import broken, clusters
 from tests.broken import assert_same_weights, make_setting, resumed_from, run_with, weights
-from tests.buckets import SECRET, Bucket, forget
+from tests.buckets import Bucket, forget
+from tests.loopback import SECRET
 from tests.planted import Fault
 from tests.tiny import make_base
 from vla_finetuning.buckets.mirror import as_path, pull
