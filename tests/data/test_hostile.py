@@ -325,6 +325,17 @@ def test_files_that_link_to_themselves(root, kind):
         read_all(root)
 
 
+def test_a_type_that_could_run_code_in_a_data_file(root):
+    """It is read as what it is stored as (and never run: `test_extension_types_are_never_deserialised`)."""
+    file = load_metadata(root).data_files[0]
+    before = pa.concat_tables(read_all(root))
+    table = pq.read_table(root / file)
+    field = table.schema.field("action").with_metadata({"ARROW:extension:name": "ray.data.arrow_tensor_v2"})
+    at = table.schema.get_field_index("action")
+    pq.write_table(table.cast(table.schema.set(at, field)), root / file)
+    assert pa.concat_tables(read_all(root)).equals(before)
+
+
 # ---- anything at all -----------------------------------------------------------------------------------------------
 
 json_values = st.recursive(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.datasets import edit_rows, make_dataset
-from vla_finetuning.data.frames import frame_ranges_of, movement_keys, shares, table
+from vla_finetuning.data.frames import frame_ranges_of, movement_keys, table
 from vla_finetuning.data.idle import STILL, idle_frames, moving_runs
 from vla_finetuning.data.metadata import load_metadata
 
@@ -106,13 +106,13 @@ def test_stretches_have_dropped_frames_and_weights(meta):
 def test_the_table_adds_up(meta):
     everything = np.arange(4)
     left = frame_ranges_of(meta, everything, keys=movement_keys(meta), skip_idle=0.6, weight=np.array([1, 0.5, 2, 1.0]))
-    whole, *tasks = shares(meta, everything, left)
-    assert (whole.episodes, whole.frames, whole.used, whole.rows) == (4, 87, 57, 20 + 6 + 50)
-    assert [(s.name, s.left_out, s.rows) for s in tasks] == [
-        ("'go to the blue bin'", 20, 6.0),
-        ("'go to the red bin'", 10, 70.0),
+    heading, *lines = table(meta, everything, left)
+    assert heading.split() == ["episodes", "frames", "left", "out", "in", "an", "epoch", "task"]
+    assert [line.split(maxsplit=7) for line in lines] == [
+        ["4", "87", "30", "(", "34.5%)", "76", "(", "0.87x)  all"],
+        ["2", "27", "20", "(", "74.1%)", "6", "(", "0.22x)  'go to the blue bin'"],
+        ["2", "60", "10", "(", "16.7%)", "70", "(", "1.17x)  'go to the red bin'"],
     ]
-    assert [line.split()[0] for line in table(meta, everything, left)] == ["episodes", "4", "2", "2"]
 
 
 def test_what_movement_is_measured_by_must_be_known(meta, tmp_path):

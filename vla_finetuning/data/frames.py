@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -51,59 +50,33 @@ def frame_ranges_of(
     return FrameRanges(episode, first, frames, None if weight is None else weight[episode], moving)
 
 
-@dataclass(frozen=True)
-class EpochShare:
-    """The share of the episodes of a task (`name`), or of "all", in an epoch.
+def table(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> list[str]:
+    """Return lines of text about the share of `episodes` (int64, ascending) in an epoch.
 
-    `episodes` and `frames` count those of weight 0 too. `used` counts the frames that are rows, and `rows` the rows of
-    an epoch: the mean if episodes have weights.
-    """
-
-    name: str
-    episodes: int
-    frames: int
-    used: int
-    rows: float
-
-    @property
-    def left_out(self) -> int:
-        return self.frames - self.used
-
-
-def shares(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> list[EpochShare]:
-    """Return the share of all `episodes` (int64, ascending), then of each first task, if there are several.
-
-    Tasks are ordered by how much their rows differ from their frames.
+    They are a heading, all episodes, and by first task the episodes of at most MAX_TASKS tasks, if there are several:
+    those whose rows differ most from their frames. Episodes of weight 0 count as left out.
     """
     names = [(meta.episode_tasks[episode] or ("",))[0] for episode in episodes.tolist()]
     tasks, task = np.unique(np.array(names, object), return_inverse=True)
-    stretch_task = task[np.searchsorted(episodes, ranges.episode)]
-    count = len(tasks)
+    stretch_task, count = task[np.searchsorted(episodes, ranges.episode)], len(tasks)
+    weight = 1.0 if ranges.weight is None else ranges.weight
     columns = np.stack(
         [
             np.bincount(task, minlength=count),
             np.bincount(task, meta.episode_length[episodes], count),
             np.bincount(stretch_task, ranges.frames, count),
-            np.bincount(stretch_task, ranges.frames * (1.0 if ranges.weight is None else ranges.weight), count),
+            np.bincount(stretch_task, ranges.frames * weight, count),
         ]
     )
-    by_task = [EpochShare(repr(t), int(e), int(f), int(k), r) for t, (e, f, k, r) in zip(tasks, columns.T, strict=True)]
-    by_task.sort(key=lambda share: -abs(share.rows - share.frames))
-    e, f, k, r = columns.sum(axis=1)
-    total = EpochShare("all", int(e), int(f), int(k), float(r))
-    return [total, *by_task] if count > 1 else [total]
-
-
-def table(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> list[str]:
-    """Return `shares` as lines of text: a heading, all, and at most MAX_TASKS tasks."""
-    epoch_shares = shares(meta, episodes, ranges)
+    order = np.argsort(-abs(columns[3] - columns[1]), kind="stable")[:MAX_TASKS] if count > 1 else []
     lines = [f"{'episodes':>9} {'frames':>12} {'left out':>20} {'in an epoch':>20}  task"]
-    for s in epoch_shares[: 1 + MAX_TASKS]:
-        left_out = f"{s.left_out:,} ({s.left_out / s.frames:6.1%})"
-        rows = f"{s.rows:,.0f} ({s.rows / s.frames:6.2f}x)"
-        lines.append(f"{s.episodes:9,} {s.frames:12,} {left_out:>20} {rows:>20}  {s.name}")
-    if len(epoch_shares) > 1 + MAX_TASKS:
-        lines.append(f"{'':53} and {len(epoch_shares) - 1 - MAX_TASKS} tasks that differ less")
+    for name, share in [("all", columns.sum(axis=1)), *((repr(tasks[i]), columns[:, i]) for i in order)]:
+        of_task, frames, used, rows = share.tolist()
+        left_out = f"{frames - used:,.0f} ({(frames - used) / frames:6.1%})"
+        in_epoch = f"{rows:,.0f} ({rows / frames:6.2f}x)"
+        lines.append(f"{of_task:9,.0f} {frames:12,.0f} {left_out:>20} {in_epoch:>20}  {name}")
+    if count > MAX_TASKS:
+        lines.append(f"{'':53} and {count - MAX_TASKS} tasks that differ less")
     return lines
 
 
