@@ -1,12 +1,16 @@
-"""A stand-in of the Hugging Face Hub that is pushed to, on loopback."""
+"""Stand-ins of the Hugging Face Hub on loopback: one that is pushed to, and one that has a dataset."""
 
 import base64
+import contextlib
+import hashlib
 import json
 import re
 from http.server import ThreadingHTTPServer
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
-from tests.loopback import Handler
+from huggingface_hub import constants
+
+from tests.loopback import Handler, serving
 
 TOKEN, READ_ONLY = "hf_canaryTokenOfNobody", "hf_canaryTokenThatOnlyReads"
 
@@ -96,3 +100,69 @@ class PushRequest(Handler):
 
     def json(self, value, status=200):
         self.answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+
+class DatasetHub(ThreadingHTTPServer):
+    """What `huggingface_hub` asks of the Hub for one gated dataset: its commits, its files, which token may read it.
+
+    Attributes:
+        commits: commit hash by branch or tag. asked: "METHOD path" of each request that was let in.
+        refusal: status and code that every request is answered with.
+    """
+
+    def __init__(self, repo_id, folder, commits):
+        self.repo_id, self.folder, self.commits = repo_id, folder, commits
+        self.asked, self.refusal = [], None
+        super().__init__(("127.0.0.1", 0), DatasetRequest)
+
+    def downloads(self):
+        """The files whose content was asked for, as often as it was."""
+        gets = [request.partition("/resolve/")[2] for request in self.asked if request.startswith("GET ")]
+        return [request.partition("/")[2] for request in gets if request]
+
+
+class DatasetRequest(Handler):
+    def do_GET(self):
+        hub, path = self.server, unquote(urlsplit(self.path).path)
+        if hub.refusal:
+            return self.refuse(*hub.refusal)
+        of_repository = re.fullmatch(
+            rf"/(?:api/)?datasets/{hub.repo_id}(?:/(revision|tree|resolve)/([^/]+)(?:/(.+))?)?", path
+        )
+        if not of_repository:
+            return self.refuse(401, "RepoNotFound")
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self.refuse(401, "GatedRepo")
+        hub.asked.append(f"{self.command} {path}")
+        what, revision, file = of_repository.groups()
+        commit = hub.commits.get(revision or "main", revision)
+        if commit not in hub.commits.values():
+            return self.refuse(404, "RevisionNotFound")
+        files = sorted(f.relative_to(hub.folder).as_posix() for f in hub.folder.rglob("*") if f.is_file())
+        if what == "resolve":
+            if file not in files:
+                return self.refuse(404, "EntryNotFound")
+            data = (hub.folder / file).read_bytes()
+            return self.answer(200, data, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'})
+        if what == "tree":
+            sizes = [{"type": "file", "path": f, "size": (hub.folder / f).stat().st_size, "oid": f} for f in files]
+            return self.answer(200, json.dumps(sizes).encode())
+        info = {"id": hub.repo_id, "sha": commit, "private": False, "siblings": [{"rfilename": f} for f in files]}
+        return self.answer(200, json.dumps(info).encode())
+
+    def refuse(self, status, code):
+        self.answer(status, headers={"X-Error-Code": code})
+
+
+@contextlib.contextmanager
+def dataset_hub(monkeypatch, folder, cache):
+    """Serve a dataset as `somebody/arm`, and cache what is downloaded of it in a folder."""
+    server = DatasetHub("somebody/arm", folder, {"main": "a" * 40, "v3.0": "b" * 40})
+    with serving(server) as endpoint:
+        # The client's constants are read at import.
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("lerobot.utils.constants.HF_LEROBOT_HUB_CACHE", cache)
+        yield server

@@ -240,9 +240,7 @@ def test_rows_larger_than_any_robots(root, features, accepted):
     if accepted:
         load_metadata(root)
     else:
-        message = (
-            f"{root}: .*a row .* has [0-9,]+ MiB, more than the 256 MiB .*largest is 'observation.images.0' of shape"
-        )
+        message = f"{root}: .*a row has [0-9,]+ MiB, more than the 256 MiB .*largest is 'observation.images.0' of shape"
         with pytest.raises(ValueError, match=message):
             load_metadata(root)
 

@@ -1,6 +1,5 @@
 """Datasets that are not on this machine: S3 (moto's server), Google's store and the Hub (stand-ins), on loopback."""
 
-import hashlib
 import io
 import itertools
 import json
@@ -10,21 +9,20 @@ import re
 import socket
 import threading
 import time
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import boto3
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from huggingface_hub import constants
 
 import vla
 from tests.data.test_datasource import TOP, WINDOWS, assert_same_row, lerobot, read_directly
 from tests.datasets import datasource, make_dataset
-from tests.loopback import SECRET, Faults, GoogleStorage, Handler, Proxy, s3_server, serving, use_s3
+from tests.hub import TOKEN, dataset_hub
+from tests.loopback import SECRET, Faults, GoogleStorage, Proxy, s3_server, serving, use_s3
 from tests.tiny import make_base
 from vla_finetuning.buckets import store
 from vla_finetuning.data.metadata import load_metadata
@@ -35,7 +33,6 @@ from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.training import fitting
 
-TOKEN = "hf_canaryTokenOfNobody"
 FRAMES = 54
 # Retries of many small faults, on a machine that may be busy.
 PATIENT = StoragePolicy(timeout_s=60)
@@ -326,60 +323,9 @@ def test_objects_that_are_not_there_as_they_were_at_the_start(damaged, bucket, l
 # ---- the Hub -------------------------------------------------------------------------------------------------------
 
 
-class Hub(ThreadingHTTPServer):
-    """What `huggingface_hub` asks of the Hub for one gated dataset: its commits, its files, which token may read it.
-
-    Attributes:
-        commits: commit hash by branch or tag. asked: "METHOD path" of each request that was let in.
-    """
-
-    def __init__(self, repo_id, folder, commits):
-        self.repo_id, self.folder, self.commits = repo_id, folder, commits
-        self.asked = []
-        super().__init__(("127.0.0.1", 0), HubRequest)
-
-
-class HubRequest(Handler):
-    def do_GET(self):
-        hub, path = self.server, unquote(urlsplit(self.path).path)
-        of_repository = re.fullmatch(
-            rf"/(?:api/)?datasets/{hub.repo_id}(?:/(revision|tree|resolve)/([^/]+)(?:/(.+))?)?", path
-        )
-        if not of_repository:
-            return self.refuse(401, "RepoNotFound")
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return self.refuse(401, "GatedRepo")
-        hub.asked.append(f"{self.command} {path}")
-        what, revision, file = of_repository.groups()
-        commit = hub.commits.get(revision or "main", revision)
-        if commit not in hub.commits.values():
-            return self.refuse(404, "RevisionNotFound")
-        files = sorted(f.relative_to(hub.folder).as_posix() for f in hub.folder.rglob("*") if f.is_file())
-        if what == "resolve":
-            if file not in files:
-                return self.refuse(404, "EntryNotFound")
-            data = (hub.folder / file).read_bytes()
-            return self.answer(200, data, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'})
-        if what == "tree":
-            sizes = [{"type": "file", "path": f, "size": (hub.folder / f).stat().st_size, "oid": f} for f in files]
-            return self.answer(200, json.dumps(sizes).encode())
-        info = {"id": hub.repo_id, "sha": commit, "private": False, "siblings": [{"rfilename": f} for f in files]}
-        return self.answer(200, json.dumps(info).encode())
-
-    def refuse(self, status, code):
-        self.answer(status, headers={"X-Error-Code": code})
-
-
 @pytest.fixture
 def hub(local, tmp_path, monkeypatch):
-    """The client's constants are read at import, so they are set here."""
-    server = Hub("somebody/arm", local, {"main": "a" * 40, "v3.0": "b" * 40})
-    with serving(server) as endpoint:
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("lerobot.utils.constants.HF_LEROBOT_HUB_CACHE", tmp_path / "hub")
+    with dataset_hub(monkeypatch, local, tmp_path / "hub") as server:
         yield server
 
 
@@ -418,10 +364,9 @@ def test_a_gated_dataset_of_the_hub(hub, base, no_ray_cluster, tmp_path, monkeyp
     assert json.loads((out / "config.json").read_text())["dataset"]["revision"] == commit
     assert (out / "pretrained_model/model.safetensors").is_file() == train
     assert train or sent and errors.endswith("error: not trained\n")
-    downloads = [request for request in hub.asked if request.startswith("GET") and "/resolve/" in request]
-    files = [path for path in hub.folder.rglob("*") if path.is_file()]
-    assert len(downloads) == len(set(downloads)) == len(files)
-    assert all(f"/resolve/{commit}/" in request for request in downloads)
+    files = [path.relative_to(hub.folder).as_posix() for path in hub.folder.rglob("*") if path.is_file()]
+    assert sorted(hub.downloads()) == sorted(files)
+    assert all(f"/resolve/{commit}/" in request for request in hub.asked if "/resolve/" in request)
 
     assert TOKEN not in plan + errors and not any(TOKEN.encode() in data for data in sent)
     written = [path for place in (out, Path(os.environ["RAY_TMPDIR"])) for path in place.rglob("*") if path.is_file()]

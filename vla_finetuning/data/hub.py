@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -37,29 +37,15 @@ def resolve_commit(repo_id: str, revision: str | None, *, repo_type: str, defaul
     return info.sha
 
 
-def download_snapshot(
-    repo_id: str,
-    commit: str,
-    *,
-    repo_type: str,
-    cache_dir: str | Path | None = None,
-    allow_patterns: Sequence[str] | None = None,
-) -> str:
+def download_snapshot(repo_id: str, commit: str, *, repo_type: str, **options: Any) -> str:
     """Download a repository at a commit, except for cached files, and return its folder.
 
-    `allow_patterns` selects files (`fnmatch`, `*` also matches `/`). Raises ValueError and OSError as
-    `explaining_errors`.
+    `options` are those of `huggingface_hub.snapshot_download`. Raises ValueError and OSError as `explaining_errors`.
     """
     from huggingface_hub import snapshot_download
 
     with explaining_errors(repo_id, commit, repo_type):
-        return snapshot_download(
-            repo_id,
-            repo_type=repo_type,
-            revision=commit,
-            cache_dir=cache_dir,
-            allow_patterns=None if allow_patterns is None else list(allow_patterns),
-        )
+        return snapshot_download(repo_id, repo_type=repo_type, revision=commit, **options)
 
 
 def require_model(repo_id: str, file: str) -> None:

@@ -81,15 +81,13 @@ def load_metadata(
         version = _check_version(info)
         if (storage := info.get("storage_format")) not in (None, "parquet"):
             raise ValueError(
-                f"is stored as {storage!r:.50}, which is not read here, but parquet and mp4 files are. Where this is a "
-                "Lance table, its publisher usually has the same dataset as parquet and mp4 files; else read it with a "
-                "LeRobot that knows Lance (after 0.6.1), and write its frames with LeRobotDataset.create"
+                f"is stored as {storage!r:.50}, which is not read here. Look for the same dataset as parquet and mp4 "
+                "files; else read it with a LeRobot after 0.6.1, and write its frames with LeRobotDataset.create"
             )
         if info.get("total_episodes") == 0:
             raise ValueError(
-                f"no episode has been recorded yet ({INFO_PATH}: total_episodes is 0), or the recording ended before "
-                "its first episode was saved: record one or more (lerobot-record; save_episode and finalize of "
-                "LeRobotDataset)"
+                f"no episode has been recorded, or saved, yet ({INFO_PATH}: total_episodes is 0): record one or more "
+                "(lerobot-record; save_episode and finalize of LeRobotDataset)"
             )
         if version in metadata_v2.VERSIONS:
             info = metadata_v2.TEMPLATES | info
@@ -402,9 +400,8 @@ def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], list[str]
     if sum(size.values()) > MAX_ROW_BYTES:
         largest = max(size, key=lambda key: size[key])
         raise ValueError(
-            f"{INFO_PATH}: a row of its features has {sum(size.values()) / 2**20:,.0f} MiB, more than the "
-            f"{MAX_ROW_BYTES / 2**20:,.0f} MiB that it may have; the largest is {largest!r:.100} of shape "
-            f"{features[largest].shape}: repair the shapes, or remove features"
+            f"{INFO_PATH}: a row has {sum(size.values()) / 2**20:,.0f} MiB, more than the {MAX_ROW_BYTES / 2**20:,.0f} "
+            f"MiB that it may; repair the shapes, the largest is {largest!r:.100} of shape {features[largest].shape}"
         )
     return features, not_read
 

@@ -52,9 +52,8 @@ def check_still_there(fs: fsspec.AbstractFileSystem, root: str, paths: Sequence[
             present = False
         if not present:
             raise StorageError(
-                f"{root}: {folder} is gone, or empty: the dataset was moved or deleted, its disk or network drive is "
-                "not mounted any more, or this node never had it; have it there again, on every node, and go on with "
-                "--resume"
+                f"{root}: {folder} is gone, or empty: the dataset was moved, its drive is not mounted, or this node "
+                "never had it; have it there again, on every node, and go on with --resume"
             )
 
 
