@@ -40,7 +40,7 @@ def test_fetch_only_what_is_needed(hub):
 def test_fetch_images_that_rows_name_by_their_paths(hub, tmp_path, camera_keys):
     root = make_dataset(tmp_path / "images", episodes=(3,), cameras={}, image_cameras={TOP: (32, 32)})
     (root / "images" / TOP).mkdir(parents=True, exist_ok=True)
-    (root / "images" / TOP / "frame-000000.png").touch()
+    (root / "images" / TOP / "frame-000000.png").write_bytes(b"png")
     hub.folder = root
     fetch_dataset(hub.repo_id, camera_keys=camera_keys)
     assert f"images/{TOP}/frame-000000.png" in hub.downloads()
