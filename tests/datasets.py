@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lerobot_datasource import LeRobotDatasource
+from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.envs.writing import writing_videos
 
@@ -267,3 +268,19 @@ def datasource(metas, **options):
         values.append(kind(**own))
     assert not options, f"no such options: {sorted(options)}"
     return LeRobotDatasource(metas, *values)
+
+
+def an_epoch(root, window, *, positions=None, **options):
+    """Return the rows of an epoch, or those at `positions`, by `index`."""
+    source = datasource([load_metadata(root)], shuffle_window=window, **options)
+    positions = range(source.plan.rows_per_epoch) if positions is None else positions
+    batches = list(source.read_rows(positions, window))
+    order = np.argsort(np.concatenate([batch["index"] for batch in batches]))
+    return {key: np.concatenate([batch[key] for batch in batches])[order] for key in batches[0]}
+
+
+def assert_same_rows(found, expected):
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert found[key].dtype == values.dtype
+        np.testing.assert_array_equal(found[key], values, err_msg=key)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lerobot_datasource import keeps_frames, local_batches, read_lerobot, read_source
-from tests.datasets import datasource, make_dataset
+from tests.datasets import an_epoch, assert_same_rows, datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import disk_cache
 from vla_finetuning.data import videos as lerobot_videos
@@ -72,37 +72,26 @@ def reset(counts):
     return found
 
 
-def rows(root, folder=None, *, gb=1.0, seed=0, positions=None, **options):
+def rows(root, folder=None, *, gb=1.0, seed=0, **options):
     """Rows of an epoch, shuffled, by `index`."""
     cache = None if folder is None else FrameCache(str(folder), gb)
-    options = {"delta_timestamps": WINDOWS, "shuffle_seed": seed, "shuffle_window": 8} | options
-    source = datasource([load_metadata(root)], frame_cache=cache, **options)
-    batches = list(source.read_rows(range(ROWS) if positions is None else positions, 8))
-    order = np.argsort(np.concatenate([b["index"] for b in batches]))
-    return {key: np.concatenate([b[key] for b in batches])[order] for key in batches[0]}
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for key, values in expected.items():
-        assert found[key].dtype == values.dtype
-        np.testing.assert_array_equal(found[key], values, err_msg=key)
+    return an_epoch(root, 8, frame_cache=cache, **{"delta_timestamps": WINDOWS, "shuffle_seed": seed, **options})
 
 
 @pytest.mark.parametrize("image_size", [None, (20, 30)])
 def test_what_is_decoded_once_is_not_decoded_again(original, folder, decoded, image_size):
     expected = rows(original, image_size=image_size)
     reset(decoded)
-    assert_same(rows(original, folder, image_size=image_size), expected)
+    assert_same_rows(rows(original, folder, image_size=image_size), expected)
     assert reset(decoded)["frames"] == 2 * ROWS  # frames that windows share, too
     for seed in (1, 2):
-        assert_same(rows(original, folder, seed=seed, image_size=image_size), expected)
+        assert_same_rows(rows(original, folder, seed=seed, image_size=image_size), expected)
     assert not any(decoded.values())
     # Another size is another frame; another process finds what there is.
     rows(original, folder, image_size=(10, 10))
     assert reset(decoded)["frames"] == 2 * ROWS
     disk_cache.disk_cache.cache_clear()
-    assert_same(rows(original, folder, image_size=image_size), expected)
+    assert_same_rows(rows(original, folder, image_size=image_size), expected)
     assert not any(decoded.values())
 
 
@@ -114,7 +103,7 @@ def test_later_epochs_are_shuffled_as_a_whole_without_decoding(original, folder,
     for epoch in (1, 2):
         found = rows(original, folder, positions=range(epoch * ROWS, (epoch + 1) * ROWS), **stream)
         del found["position"]
-        assert_same(found, expected)
+        assert_same_rows(found, expected)
     assert not any(decoded.values())
 
 
@@ -124,7 +113,7 @@ def test_of_a_segment_that_is_partly_there_the_rest_is_decoded(original, folder,
     stored = {"shuffle_seed": None, "delta_timestamps": None}
     rows(original, folder, positions=[0, 1, 5, 6, 20], **stored)
     assert reset(decoded)["frames"] == 2 * 5
-    assert_same(rows(original, folder, **stored), expected)
+    assert_same_rows(rows(original, folder, **stored), expected)
     assert reset(decoded)["frames"] == 2 * (ROWS - 5)
 
 
@@ -157,7 +146,7 @@ def test_what_would_be_decoded_otherwise_is_not_served(root, tmp_path, folder, d
     reset(decoded)
     found = rows(root, folder, **options)
     assert decoded["frames"] >= 2 * ROWS
-    assert_same(found, expected)
+    assert_same_rows(found, expected)
     if change == "content":
         # What was cached of the earlier content is gone.
         assert bytes_in(folder) == size
@@ -175,7 +164,7 @@ def test_frames_that_the_disk_lost_are_decoded_again(original, folder, decoded):
             path.unlink()
         damaged += LENGTHS[int(path.name)] if number % 2 else 1
     for frames in (damaged, 0):
-        assert_same(rows(original, folder), expected)
+        assert_same_rows(rows(original, folder), expected)
         assert reset(decoded)["frames"] == frames
 
 
@@ -185,7 +174,7 @@ def test_a_folder_that_is_too_small_costs_a_warning(original, folder, decoded, c
     wanted = decoded["frames"]
     for seed in (0, 1):
         reset(decoded)
-        assert_same(rows(original, folder, gb=300_000 / 1e9, seed=seed), expected)
+        assert_same_rows(rows(original, folder, gb=300_000 / 1e9, seed=seed), expected)
     assert decoded["frames"] < wanted and bytes_in(folder) <= 300_000
     (warning,) = [r.message for r in caplog.records if str(folder) in r.message]
     assert "--dataset.frame_cache" in warning
@@ -207,7 +196,7 @@ def test_images_of_data_files_are_decoded_once(images, original, folder, monkeyp
     expected = rows(images, image_size=image_size)
     decoded.clear()
     for number in (2 * ROWS, 0):
-        assert_same(rows(images, folder, image_size=image_size), expected)
+        assert_same_rows(rows(images, folder, image_size=image_size), expected)
         assert len(decoded) == number
         decoded.clear()
 
@@ -227,7 +216,7 @@ def test_through_ray(ray_cluster, original, folder):
     found = list(local_batches(source, 4))
     assert {len(batch["index"]) for batch in found[:-1]} == {4}
     order = np.argsort(np.concatenate([batch["index"] for batch in found]))
-    assert_same({key: np.concatenate([batch[key] for batch in found])[order] for key in found[0]}, expected)
+    assert_same_rows({key: np.concatenate([batch[key] for batch in found])[order] for key in found[0]}, expected)
 
 
 @pytest.mark.ray

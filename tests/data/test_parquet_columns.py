@@ -19,7 +19,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from lerobot_datasource import LeRobotDatasource
-from tests.datasets import datasource, make_dataset, make_layouts
+from tests.datasets import an_epoch as epoch_of
+from tests.datasets import assert_same_rows, datasource, make_dataset, make_layouts
 from vla_finetuning.data import disk_cache, parquet_columns, rows, safe_parquet, videos
 from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata
@@ -85,21 +86,9 @@ def work(monkeypatch):
     return counts
 
 
-def an_epoch(root, seed=0, window=16, **options):
+def an_epoch(root, seed=0, window=16):
     """Every row, shuffled in small windows (None: in stored order), by `index`."""
-    source = datasource(
-        [load_metadata(root)], delta_timestamps=WINDOWS, shuffle_seed=seed, shuffle_window=window, **options
-    )
-    batches = list(source.read_rows(range(ROWS), window))
-    order = np.argsort(np.concatenate([b["index"] for b in batches]))
-    return {key: np.concatenate([b[key] for b in batches])[order] for key in batches[0]}
-
-
-def assert_same(rows, others):
-    assert rows.keys() == others.keys()
-    for key, values in others.items():
-        assert rows[key].dtype == values.dtype
-        np.testing.assert_array_equal(rows[key], values, err_msg=key)
+    return epoch_of(root, window, delta_timestamps=WINDOWS, shuffle_seed=seed)
 
 
 def without_copies(root, monkeypatch):
@@ -123,11 +112,11 @@ def test_what_was_unpacked_once_is_not_unpacked_again(originals, work, monkeypat
     work.clear()
     files = len(load_metadata(root).data_files)
     for seed in (0, 1, 2):
-        assert_same(an_epoch(root, seed), expected)
+        assert_same_rows(an_epoch(root, seed), expected)
         assert work == {"footers": files} | dict.fromkeys(EACH, ROWS)
     # Another process of the node unpacks nothing.
     forget(monkeypatch)
-    assert_same(an_epoch(root, 3), expected)
+    assert_same_rows(an_epoch(root, 3), expected)
     assert work == {"footers": 2 * files} | dict.fromkeys(EACH, ROWS)
 
 
@@ -137,7 +126,7 @@ def test_row_groups_of_episodes(originals, work, monkeypatch):
     before = work.copy()
     work.clear()
     for seed in range(6):
-        assert_same(an_epoch(root, seed), expected)
+        assert_same_rows(an_epoch(root, seed), expected)
     assert work["numbers"] == ROWS
     assert all(work[key] < 2.5 * before[key] for key in CAMERAS)  # of six epochs
 
@@ -175,7 +164,7 @@ def test_a_file_that_changed_is_unpacked_anew(root, folder, monkeypatch):
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     found = an_epoch(root)
     np.testing.assert_array_equal(found["action"][np.isin(found["index"], table["index"])][:, 0], action)
-    assert_same(found, without_copies(root, monkeypatch))
+    assert_same_rows(found, without_copies(root, monkeypatch))
     # What was copied of the earlier content has given its space back.
     assert [len(after) <= at_first for after, at_first in zip(copies(folder), before, strict=True)] == [True, True]
 
@@ -187,11 +176,11 @@ def test_a_damaged_copy_is_made_anew(root, folder, work, monkeypatch):
     for path in itertools.chain(*copies(folder)):
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2] + os.urandom(len(content) // 2))
-    assert_same(an_epoch(root), expected)
+    assert_same_rows(an_epoch(root), expected)
     assert work["numbers"] == ROWS and all(0 < work[key] <= ROWS for key in CAMERAS)
     work.clear()
     forget(monkeypatch)
-    assert_same(an_epoch(root), expected)
+    assert_same_rows(an_epoch(root), expected)
     assert not any(work[key] for key in EACH)
 
 
@@ -221,7 +210,7 @@ def test_two_readers_at_once_unpack_each_row_once(originals, work, monkeypatch):
         parquet_columns, "read_columns", lambda *args, **options: time.sleep(0.05) or unpack(*args, **options)
     )
     with ThreadPoolExecutor(2) as pool:
-        assert_same(*pool.map(an_epoch, [originals["file"]] * 2))
+        assert_same_rows(*pool.map(an_epoch, [originals["file"]] * 2))
     assert [work[key] for key in EACH] == [ROWS] * len(EACH)
 
 
@@ -236,7 +225,7 @@ def test_a_folder_that_fails_costs_a_warning(originals, folder, work, monkeypatc
     else:
         monkeypatch.setenv("VLA_NUMBERS_GB", "18e-6" if fault == "numbers fit" else "1e-7")
     for seed in (0, 1):
-        assert_same(an_epoch(root, seed), expected)
+        assert_same_rows(an_epoch(root, seed), expected)
     for key in EACH:
         copied = key == "numbers" and fault == "numbers fit"
         # A copy that did not fit is not made again at once.
