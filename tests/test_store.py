@@ -22,9 +22,9 @@ def bucket(bucket_url):
 
 def test_an_empty_bucket_exists(faults):
     boto3.client("s3").create_bucket(Bucket="empty")
-    assert not Store("s3", "empty").is_folder("") and Store("s3", "empty").names("") == ([], {})
+    assert Store("s3", "empty").names("") == ([], {})
     with pytest.raises(FileNotFoundError):
-        Store("s3", "nowhere").is_folder("")
+        Store("s3", "nowhere").names("")
 
 
 @pytest.mark.parametrize("url", ["http://runs/x", "s3://", "hf://a/b"])
@@ -55,7 +55,7 @@ def everything_whole(store, folder):
     with pytest.raises(ChangedError):
         store.put(c, b"4", tag=tag)
     store.delete([f"{folder}/a.json", f"{folder}/inner/b.bin"])
-    assert not store.is_folder(folder)
+    assert store.names(folder) == ([], {})
 
 
 def test_objects_are_whole(bucket, request):
@@ -148,7 +148,7 @@ def test_folders_that_a_console_made_are_no_files(bucket):
         boto3.client("s3").put_object(Bucket="runs", Key=f"console/{name}", Body=data)
     assert set(bucket.below("console")) == {"a.json", "inner/deep/b.json", "empty"}
     folders, objects = bucket.names("console")
-    assert folders == ["inner"] and set(objects) == {"a.json", "empty"} and bucket.is_folder("console")
+    assert folders == ["inner"] and set(objects) == {"a.json", "empty"}
 
 
 def test_a_store_that_lists_no_uploads_is_a_warning(bucket, faults, caplog):

@@ -116,11 +116,6 @@ def test_check_files_without_a_whole_folder(root):
         check_files(load_metadata(root))
 
 
-def test_check_files_unknown_camera(original):
-    with pytest.raises(ValueError, match=f"no camera \\['front'\\]; it has \\['{TOP}'"):
-        check_files(load_metadata(original), camera_keys=["front"])
-
-
 def test_check_files_lists_folders_and_not_files(original, monkeypatch):
     meta = load_metadata(original)
     listed, find = [], type(meta.fs).find

@@ -103,10 +103,6 @@ class Store:
     def head(self, key: str) -> Content:
         return _content(self._call(key, obstore.head, key))
 
-    def is_folder(self, key: str) -> bool:
-        """Return whether the folder `key` has objects."""
-        return bool(self._listed(_first_page, f"{key}/" if key else ""))
-
     def names(self, key: str) -> tuple[list[str], dict[str, Content]]:
         """List the folders and the objects directly below `key`, by name."""
         folders, objects = self._listed(_directly_below, key)
@@ -327,10 +323,6 @@ def _shared(protocol: str, bucket: str, options: tuple[tuple[str, Any], ...], pa
 
 def _content(meta: Mapping[str, Any]) -> Content:
     return Content(meta["size"], meta["e_tag"] or "", meta["last_modified"].timestamp())
-
-
-def _first_page(client: Any, prefix: str) -> Sequence[Any]:
-    return next(iter(obstore.list(client, prefix or None, chunk_size=1)), ())
 
 
 # Web consoles create empty objects "FOLDER/", which obstore lists as "FOLDER"; skip them.

@@ -125,7 +125,7 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
         try:
             return _info(path, self.store.head(key))
         except FileNotFoundError:
-            if not self.store.is_folder(key):
+            if not any(self.store.names(key)):
                 raise
             return {"name": path, "size": 0, "type": "directory"}
 
