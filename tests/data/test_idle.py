@@ -110,8 +110,8 @@ def test_the_table_adds_up(meta):
     assert heading.split() == ["episodes", "frames", "left", "out", "in", "an", "epoch", "task"]
     assert [line.split(maxsplit=7) for line in lines] == [
         ["4", "87", "30", "(", "34.5%)", "76", "(", "0.87x)  all"],
-        ["2", "27", "20", "(", "74.1%)", "6", "(", "0.22x)  'go to the blue bin'"],
-        ["2", "60", "10", "(", "16.7%)", "70", "(", "1.17x)  'go to the red bin'"],
+        ["2", "32", "20", "(", "62.5%)", "6", "(", "0.19x)  'go to the blue bin'"],
+        ["2", "55", "10", "(", "18.2%)", "70", "(", "1.27x)  'go to the red bin'"],
     ]
 
 

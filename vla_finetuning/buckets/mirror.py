@@ -219,10 +219,9 @@ class Mirror:
     def remove(self, name: str) -> None:
         """Delete a file or folder locally and in the bucket."""
         with self._lock:
-            names = sorted(self.objects(name), key=lambda entry: not _is_marker(entry))
-            marks = [entry for entry in names if _is_marker(entry)]
-            for group in (marks, names[len(marks) :]):
-                self.store.delete([self.key_of(entry) for entry in group])
+            names = self.objects(name)
+            for marks in (True, False):
+                self.store.delete([self.key_of(entry) for entry in names if _is_marker(entry) == marks])
             self.release(name)
 
     def release(self, name: str) -> None:
