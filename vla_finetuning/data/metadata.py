@@ -82,12 +82,12 @@ def load_metadata(
         if (storage := info.get("storage_format")) not in (None, "parquet"):
             raise ValueError(
                 f"is stored as {storage!r:.50}, which is not read here. Look for the same dataset as parquet and mp4 "
-                "files; else read it with a LeRobot after 0.6.1, and write its frames with LeRobotDataset.create"
+                "files; else read it with a LeRobot that knows Lance, and write its frames with LeRobotDataset.create"
             )
         if info.get("total_episodes") == 0:
             raise ValueError(
-                f"no episode has been recorded, or saved, yet ({INFO_PATH}: total_episodes is 0): record one or more "
-                "(lerobot-record; save_episode and finalize of LeRobotDataset)"
+                f"no episode has been recorded yet ({INFO_PATH}: total_episodes is 0), or none was saved: record "
+                "one or more (lerobot-record; save_episode and finalize of LeRobotDataset)"
             )
         if version in metadata_v2.VERSIONS:
             info = metadata_v2.TEMPLATES | info
