@@ -13,9 +13,9 @@ import torch
 
 from tests.evaluation import several
 from vla_finetuning.envs.configs import env_config, initial_state_counts
-from vla_finetuning.envs.initial_states import InitialStates, reserve_last
 from vla_finetuning.envs.libero import RenderedOnDemand
 from vla_finetuning.envs.protocol import choose_initial_state
+from vla_finetuning.rl.resolve import InitialStates, reserve_last
 
 COUNT = 50
 
@@ -23,22 +23,14 @@ COUNT = 50
 def test_training_and_evaluation_share_no_state():
     states = reserve_last({"a": COUNT}, 10)["a"]
     assert states.evaluated == range(40, 50)
-    trained = [states.train_number(nth) % COUNT for nth in range(200)]
+    trained = [states.number(states.trained, nth) % COUNT for nth in range(200)]
     assert sorted(trained) == sorted(list(range(40)) * 5)  # in turns: each as often as another
-    numbers = [states.eval_number(nth) for nth in range(100)]
+    numbers = [states.number(states.evaluated, nth) for nth in range(100)]
     assert sorted(number % COUNT for number in numbers) == sorted(list(range(40, 50)) * 10)
     assert len(set(numbers)) == 100  # and so each with noise of its own
-
-
-def test_all_states_are_used_by_both_where_none_is_reserved():
-    states = InitialStates(3)
-    for number in (states.train_number, states.eval_number):
-        assert [number(nth) for nth in range(7)] == [*range(7)]
-
-
-def test_a_task_without_a_state_to_train_on_is_refused():
-    with pytest.raises(ValueError, match="far/0 has 3 initial states, and --grpo.reserved_states=3 .* give fewer"):
-        reserve_last({"near/0": 50, "far/0": 3}, 3)
+    all_of_them = InitialStates(3)
+    for own in (all_of_them.trained, all_of_them.evaluated):
+        assert [all_of_them.number(own, nth) for nth in range(7)] == [*range(7)]
 
 
 def test_an_environment_says_how_many_states_its_list_has():
@@ -100,8 +92,8 @@ def test_liberos_states_are_those_that_lerobot_resets_to(libero):
     states = reserve_last(counts, 10)["libero_10/0"]
     env = RenderedOnDemand(config.create_envs(n_envs=1)["libero_10"][0].envs[0])
     assert isinstance(env.unwrapped, libero.LiberoEnv) and env.initial_states == 50
-    numbers = [*map(states.train_number, range(90)), *map(states.eval_number, range(25))]
-    for number in numbers:
+    for nth in range(115):
+        number = states.number(*((states.trained, nth) if nth < 90 else (states.evaluated, nth)))
         choose_initial_state(env, number)
         env.reset(seed=number)
     set_to = env.unwrapped._env.set_to

@@ -10,7 +10,7 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 import record
 from vla_finetuning.envs.configs import env_config, task_makers
-from vla_finetuning.envs.metaworld import EPISODE_LENGTH, GYM_ID, expert
+from vla_finetuning.envs.metaworld import EPISODE_LENGTH, GYM_ID
 from vla_finetuning.envs.protocol import choose_gl
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.rollouts.episodes import Condition, episode_list
@@ -87,11 +87,11 @@ class Experts:
     weights_bytes = 0
 
     def load(self, threads):
-        experts = {task: expert(task) for task in self.tasks}
+        experts = {task: policies.ENV_POLICY_MAP[task]() for task in self.tasks}
 
         def decide(seen, _, keys):
             rows = zip(keys, seen["environment_state"], strict=True)
-            return np.stack([experts[key[1]](state)[None] for key, state in rows])
+            return np.clip([[experts[key[1]].get_action(state)] for key, state in rows], -1, 1).astype(np.float32)
 
         decide.written = ()
         return decide

@@ -30,8 +30,9 @@ from vla_finetuning.envs.configs import env_config, initial_state_counts, longes
 from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.saving import save_pretrained
-from vla_finetuning.rollouts.episodes import Ended, Episode, Failed, Playing
+from vla_finetuning.rollouts.episodes import Episode, Playing
 from vla_finetuning.rollouts.experts import play_expert
+from vla_finetuning.rollouts.scheduler import Scheduler
 from vla_finetuning.rollouts.stage import Stage
 
 DOCS = Path(__file__).parents[2] / "docs" / "simulators.md"
@@ -77,7 +78,7 @@ def test_the_pages_example_is_played_as_gymnasium_plays_it():
         while not over:
             _, reward, terminated, truncated, info = env.step(np.full(3, 0.3))
             steps, over = steps + 1, terminated or truncated
-    assert isinstance(found, Ended) and found.instruction == "go to the corner"
+    assert found.instruction == "go to the corner"
     assert (found.steps, found.success_at_end, found.info) == (steps, info["is_success"], info)
     ((vector,),) = (tasks.values() for tasks in make_env(config, n_envs=1).values())  # LeRobot's own
     assert vector.call("_max_episode_steps") == (20,)
@@ -105,15 +106,14 @@ def test_what_no_environment_may_do_ends_the_play(name, message):
     ("name", "message"), [("Lost", r"'agent_pos' is not finite at its reset: \[nan nan nan\]"), ("NaNReward", "nan")]
 )
 def test_a_scene_that_diverges_is_an_error_of_its_episode(name, message):
-    found = played(broken(name))
-    assert isinstance(found, Failed) and re.search(message, found.error)
+    assert re.search(message, played(broken(name)).error)
 
 
 def test_an_end_must_be_known():
     message = "has no step limit, so that an episode may never end: register it with max_episode_steps=N"
     with pytest.raises(ValueError, match=message):
         broken("Endless")
-    assert isinstance(played(broken("Endless", "--episode_length=3")), Ended)
+    assert played(broken("Endless", "--episode_length=3")).error is None
     with pytest.raises(ContractError, match=message):
         played(task_makers(env_config("unlimited_point", [f"--discover_packages_path={BROKEN}"])))
 
@@ -179,23 +179,27 @@ IN_A_PACKAGE = [f"--env.discover_packages_path={BROKEN}", "--env.type=unlimited_
 
 @pytest.mark.ray
 def test_evaluate_says_what_was_played_of_what_was_asked_for(ray_cluster, policy, tmp_path, capsys):
-    flags = [f"--policy.path={policy}", "--eval.n_episodes=8", "--eval.env_actors=1", "--seed=1000"]
-
-    def run(folder, *more):
-        status = evaluate.main([*flags, f"--output_dir={tmp_path / folder}", *more])
-        return status, capsys.readouterr()
-
-    status, printed = run("breaks", "--env.type=gym", f"--env.task={BROKEN}:broken/Breaks-v0", "--eval.videos=0")
-    lines = [json.loads(line) for line in (tmp_path / "breaks" / "episodes.jsonl").read_text().splitlines()]
-    assert status == 1 and [line["seed"] for line in lines if line["error"]] == [HOPELESS]
+    flags = [f"--policy.path={policy}", "--eval.n_episodes=4", "--eval.env_actors=1", "--seed=1000", "--eval.videos=0"]
+    flags += [f"--output_dir={tmp_path}", "--env.type=gym", f"--env.task={BROKEN}:broken/Breaks-v0"]
+    assert evaluate.main(flags) == 1
+    out = capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
+    assert [line["seed"] for line in lines if line["error"]] == [HOPELESS]
     successes = sum(bool(line["success_once"]) for line in lines)
-    assert f"{successes} of 7, " in printed.out
-    assert f"{successes} of 8 asked for: 1 ended in an error" in printed.out and "'agent_pos' is not" in printed.out
-    assert evaluate.main(["--compare", *[str(tmp_path / "breaks")] * 2]) == 1
-    assert "1 of 8 episodes asked for are left out: 1 ended in an error with A, 1 with B" in capsys.readouterr().out
+    assert f"{successes} of 3, " in out
+    assert f"{successes} of 4 asked for: 1 ended in an error" in out and "'agent_pos' is not" in out
+    assert evaluate.main(["--compare", *[str(tmp_path)] * 2]) == 1
+    assert "1 of 4 episodes asked for are left out: 1 ended in an error with A, 1 with B" in capsys.readouterr().out
 
-    status, printed = run("silent", *IN_A_PACKAGE, "--env.task=Silent-v0")
-    assert status == 1 and "never said whether it succeeded" in printed.err.splitlines()[-1]
+
+@pytest.mark.ray
+def test_a_defect_of_an_environment_ends_the_play_on_a_cluster_too(ray_cluster):
+    scheduler = Scheduler(broken("Silent"), stages=1, slots=1, cpus=0.5, step_limit_s=60)
+    try:
+        with pytest.raises(ContractError, match="never said whether it succeeded"):
+            scheduler.play_here({0: Episode("plain", "gym", 0, 1000)}, lambda *_: np.zeros((1, 5, 3)))
+    finally:
+        scheduler.close()
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
-from lerobot.envs.factory import make_env
-from lerobot.envs.utils import env_to_policy_features, preprocess_observation
 
 import record
 from vla_finetuning.envs import two_bins
@@ -60,7 +58,7 @@ def test_gymnasium_takes_it_for_an_environment(env):
 
 
 def test_the_demonstrator_succeeds_where_it_was_told_to_go_and_not_at_the_other_bin(env):
-    for seed in range(40):
+    for seed in range(12):
         *_, last = run(env, seed)
         assert last[1:] == (1.0, True, False, {"is_success": True, "reached": env.unwrapped.task})
         (other,) = INSTRUCTIONS.keys() - {env.unwrapped.task}
@@ -92,7 +90,7 @@ def test_of_many_instructions_each_names_the_bin_that_it_describes():
                 (side,) = (s for s in sides if word in (s, shapes[s], shown[s]))
             assert shown[side] == bare.task
             assert bare.subtask == f"move to the {bare.task} bin"
-            if seed < 20:
+            if seed < 6:
                 said = [bare.subtask for *_, info in run(env, seed) if not info["is_success"]]
                 assert set(said[:-2]) == {f"move to the {bare.task} bin", f"stay over the {bare.task} bin"}
                 assert [*run(env, seed)][-1][4]["is_success"]
@@ -173,8 +171,8 @@ def test_the_seed_fixes_the_episode_and_the_hash_tells_states_apart(env):
     first = episode(3)
     assert first == episode(3)
     assert len(set(first[1])) == len(first[1])
-    starts = {episode(seed)[1][0] for seed in range(30)}
-    assert len(starts) == 30
+    starts = {episode(seed)[1][0] for seed in range(10)}
+    assert len(starts) == 10
 
 
 def test_scenes_are_mixed_and_not_those_of_the_dataset(env):
@@ -200,18 +198,6 @@ def test_without_rendering_only_the_images_are_missing(env):
 
 
 # ---- as LeRobot sees it ---------------------------------------------------------------------------------------------
-
-
-def test_observations_have_the_names_and_shapes_that_the_policy_has():
-    config = env_config("two_bins", ["--episode_length=30"])
-    ((vector,),) = (tasks.values() for tasks in make_env(config, n_envs=2).values())
-    observation, _ = vector.reset(seed=[1, 2])
-    found = {key: tuple(value.shape[1:]) for key, value in preprocess_observation(observation).items()}
-    expected = {key: feature.shape for key, feature in env_to_policy_features(config).items() if key != "action"}
-    assert found == expected
-    assert vector.call("_max_episode_steps") == (30, 30)
-    assert set(vector.call("task_description")) <= set(INSTRUCTIONS.values())
-    vector.close()
 
 
 # ---- as datasets ----------------------------------------------------------------------------------------------------

@@ -49,10 +49,10 @@ def test_noise_is_a_function_of_its_four_names_and_of_nothing_else():
 def test_lines_come_back_in_the_lists_order(tmp_path, episodes):
     book = EvaluationFolder(tmp_path, ABOUT, episodes)
     for number in (4, 0, 5, 2, 1):
-        book.write(line_of(episodes[number], ended(number, number != 5), None, 3))
+        book.write(line_of(episodes[number], ended(number, number != 5), 3))
     with pytest.raises(ValueError, match="1 of 6 episodes are not done.*same flags"):
         read_evaluation(tmp_path)
-    book.write(line_of(episodes[3], None, "its process died", 2))
+    book.write(line_of(episodes[3], Ended(3, error="its process died"), 2))
     about, lines = read_evaluation(tmp_path)
     assert about["policy"] == "a"
     assert [(line["condition"], line["seed"]) for line in lines] == [(e.condition, e.seed) for e in episodes]
@@ -65,8 +65,8 @@ def test_lines_come_back_in_the_lists_order(tmp_path, episodes):
 def test_a_killed_evaluation_goes_on_with_what_it_lacks(tmp_path, episodes):
     """A line that was cut off does not count, nor one of an error; neither is left in the file."""
     book = EvaluationFolder(tmp_path, ABOUT, episodes)
-    book.write(line_of(episodes[0], ended(0), None, 3))
-    book.write(line_of(episodes[1], None, "its process died", 0))
+    book.write(line_of(episodes[0], ended(0), 3))
+    book.write(line_of(episodes[1], Ended(1, error="its process died"), 0))
     with (tmp_path / EPISODES_NAME).open("a") as file:
         file.write('{"condition": "pl')
     with (tmp_path / ACTIONS_NAME).open("a") as file:
@@ -74,14 +74,14 @@ def test_a_killed_evaluation_goes_on_with_what_it_lacks(tmp_path, episodes):
     book = EvaluationFolder(tmp_path, ABOUT, episodes)
     assert [book.is_done(episode) for episode in episodes] == [True] + [False] * 5
     for number in range(1, 6):
-        book.write(line_of(episodes[number], ended(number), None, 3), np.full((7, 2), number, np.float32))
+        book.write(line_of(episodes[number], ended(number), 3), np.full((7, 2), number, np.float32))
     assert [actions[0, 0] for _, actions in read_actions(tmp_path)] == [1, 2, 3, 4, 5]
     assert len((tmp_path / EPISODES_NAME).read_text().splitlines()) == 6
     assert all(line["error"] is None for line in read_evaluation(tmp_path)[1])
 
 
 def test_another_evaluation_in_the_folder_is_left_alone(tmp_path, episodes):
-    EvaluationFolder(tmp_path, ABOUT, episodes).write(line_of(episodes[0], ended(0), None, 3))
+    EvaluationFolder(tmp_path, ABOUT, episodes).write(line_of(episodes[0], ended(0), 3))
     before = (tmp_path / EPISODES_NAME).read_text()
     with pytest.raises(ValueError, match="differs in policy.*--output_dir"):
         EvaluationFolder(tmp_path, {"policy": "b"}, episodes)

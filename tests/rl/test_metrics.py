@@ -5,6 +5,7 @@ which other tests compare with torch's; advantages of ppo are compared in `test_
 """
 
 import copy
+import gc
 import json
 from unittest import mock
 
@@ -74,6 +75,7 @@ class Watched:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "make_rollouts", lambda scene, *_: Rollouts(scene, self.run.config.seed))
             patch.setattr(attempt, "log_to", mock.Mock())
+            patch.setattr(gc, "collect", lambda *_: 0)  # it takes longer than an iteration in the process of all tests
             patch.setattr(GRPO, "score_rollouts", scored)
             patch.setattr(objective_type, "forward", forwarded)
             patch.setattr(TrainableOptimizer, "step", updated)
@@ -149,6 +151,8 @@ def plainly(watched):
             def worth(one):
                 return float(one["success_once"]) if options.reward == "success" else one["total_reward"]
 
+            begun = {number // SIZE: one["seed"] for played in explored for number, one in played.items()}
+            assert len(set(begun.values())) == len(begun)
             groups = {}  # of which the last that was played counts
             for played in explored:
                 for number, one in played.items():
@@ -273,5 +277,9 @@ def test_every_number_is_a_plain_computation(base, tmp_path, method):
     assert 0 < lines[2]["success"] < 1 and lines[1]["lr"] < lines[2]["lr"] == PEAK_LR
     if method != "filtered":
         assert 0 < lines[2]["clipped"] < 1 and lines[2]["kl"] > 1e-4
+    else:
+        more = resolved(base, tmp_path / "none", **options | {"train.max_nonfinite": 0})
+        with pytest.raises(FloatingPointError, match="1 updates .*more than --train.max_nonfinite=0.*lower --lr"):
+            Watched(more).train()
     if method == "grpo":
         assert lines[1]["resampled_groups"] >= GROUPS - 1 and lines[2]["kl_start"] > lines[2]["kl"]

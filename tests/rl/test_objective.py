@@ -141,26 +141,6 @@ def test_rows_of_weight_zero_change_nothing(loss, method):
     np.testing.assert_allclose(list(sum_means(after.sums).values()), list(sum_means(alone.sums).values()), atol=2e-3)
 
 
-def test_a_decision_weighs_as_much_as_a_demonstration(loss, monkeypatch):
-    """Each row is the mean over its executed steps: of some chunks all, of others the first two."""
-    batch = micro_batch(loss)
-    generator = torch.Generator().manual_seed(3)
-    noise, time = torch.randn(batch["x"][:, 0].shape, generator=generator), torch.rand(6, generator=generator)
-    executed = torch.tensor([2, 2, 2, noise.shape[1], noise.shape[1], noise.shape[1]])
-    padded = torch.arange(noise.shape[1]) >= executed[:, None]
-    objective = make_objective(loss, GrpoOptions(method="filtered"))
-    found = objective({**batch, "action_is_pad": padded, "noise": noise, "time": time})
-    seen = {key: value for key, value in batch.items() if "observation" in key} | {"action": batch["action"]}
-    alone = []
-    for n, steps in enumerate(executed.tolist()):
-        of_row = {key: value[n : n + 1] for key, value in seen.items()}
-        with monkeypatch.context() as patched:
-            patched.setattr(loss, "reduce", lambda losses, *_, steps=steps, **__: losses[:, :steps].mean())
-            alone.append(loss(of_row, noise[n : n + 1], time[n : n + 1]))
-    torch.testing.assert_close(found, torch.stack(alone).sum())
-    assert float(objective.sums[0]) == 6
-
-
 def test_the_divergence_from_the_start_is_that_of_torchs_normals(loss):
     batch = micro_batch(loss, advantage=torch.zeros(6))
     other = PI05Loss(make_policy(seed=1))
@@ -186,11 +166,6 @@ def test_advantages_of_decisions_are_a_sum_of_discounted_errors():
     expected = [sum(0.72 ** (k - t) * errors[k] for k in range(t, 7)) for t in range(7)]
     np.testing.assert_allclose(found, expected)
     np.testing.assert_allclose(targets, np.add(expected, values))
-    # Of all rewards that follow, and of the next step alone.
-    monte_carlo, _ = advantages_and_targets(rewards, values, 1.0, 1.0)
-    np.testing.assert_allclose(monte_carlo, np.cumsum(rewards[::-1])[::-1] - values)
-    one_step, _ = advantages_and_targets(rewards, values, 0.9, 0.0)
-    np.testing.assert_allclose(one_step, errors)
     assert advantages_and_targets([], [], 0.9, 0.8) == ([], [])
     # What is worth more after the last decision is one more value that follows.
     errors[-1] += 0.9 * 2.5

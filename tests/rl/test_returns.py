@@ -12,22 +12,16 @@ SUCCESS = np.array([True, False, False, True])
 LONGEST = np.array([9, 9, 9, 4])
 
 
-def looped_returns(penalty):
-    """The sum of what is still to come, reward by reward."""
-    found = []
+def test_returns_are_the_sum_of_what_is_to_come():
+    """Reward by reward."""
+    expected = []
     for length, success, longest in zip(LENGTH, SUCCESS, LONGEST, strict=True):
-        rewards = [-1 / longest] * (length - 1) + [0.0 if success else -penalty]
-        found += [sum(rewards[frame:]) for frame in range(length)]
-    return np.array(found)
+        rewards = [-1 / longest] * (length - 1) + [0.0 if success else -0.25]
+        expected += [sum(rewards[frame:]) for frame in range(length)]
+    np.testing.assert_allclose(episode_returns(LENGTH, SUCCESS, LONGEST, 0.25), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("penalty", [1.0, 0.25, 0.0])
-def test_returns_are_the_sum_of_what_is_to_come(penalty):
-    found = episode_returns(LENGTH, SUCCESS, LONGEST, penalty)
-    np.testing.assert_allclose(found, looped_returns(penalty), atol=1e-6)
-
-
-@pytest.mark.parametrize("horizon", [1, 3, 4, 50])
+@pytest.mark.parametrize("horizon", [1, 3, 50])
 def test_advantages_are_rewards_up_to_the_horizon_and_the_value_there(horizon):
     returns = episode_returns(LENGTH, SUCCESS, LONGEST, 1.0)
     value = np.random.default_rng(0).uniform(-1, 0, len(returns)).astype(np.float32)
@@ -65,9 +59,7 @@ def test_auroc_is_the_share_of_pairs_in_the_right_order():
     assert auroc(score, np.ones(60, bool)) is None
 
 
-@pytest.mark.parametrize(
-    ("positives", "negatives", "apart"), [(3, 3, 0.0), (3, 3, 3.0), (4, 16, 1.0), (4, 16, 3.0), (30, 30, 0.0)]
-)
+@pytest.mark.parametrize(("positives", "negatives", "apart"), [(3, 3, 0.0), (3, 3, 3.0), (4, 16, 1.0), (30, 30, 0.0)])
 def test_an_interval_holds_the_truth_in_95_of_100_samples(positives, negatives, apart):
     """Of normal scores, whose AUROC is known: Phi(apart / sqrt(2)). Few rows too, where all pairs are in order."""
     rng, truth = np.random.default_rng(0), np.repeat([True, False], [positives, negatives])

@@ -10,7 +10,7 @@ import torch
 from tests.tiny import ACTION_DIM, make_batch, make_policy
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.flow import continue_chunk
-from vla_finetuning.rl.sampler import Draws, FlowSDE, Walk, log_prob, sample, score
+from vla_finetuning.rl.sampler import Draws, FlowSDE, Walk, sample, score
 
 SDE = FlowSDE(steps=5, noise_level=0.6)
 
@@ -29,14 +29,6 @@ def draw(sde, loss, rows, seed=0):
     config = loss.policy.config
     shape = (config.chunk_size, config.max_action_dim, ACTION_DIM)
     return sde.draw([np.random.default_rng([seed, row]) for row in range(rows)], shape)
-
-
-def test_the_density_is_that_of_torchs_normal():
-    generator = torch.Generator().manual_seed(0)
-    value, mean = (torch.randn(7, 6, ACTION_DIM, generator=generator) for _ in range(2))
-    std = torch.rand(7, 1, 1, generator=generator) + 0.01
-    expected = torch.distributions.Normal(mean, std).log_prob(value).sum((1, 2))
-    torch.testing.assert_close(log_prob(value, mean, std), expected)
 
 
 @pytest.mark.parametrize("one", [False, True])
@@ -81,8 +73,8 @@ def lerobots_velocity(model, embedded, x, t):
     return model.denoise_step(prefix_pad_masks=pads, past_key_values=cache, x_t=x, timestep=t)
 
 
-@pytest.mark.parametrize("steps", [5, 10])
-def test_without_noise_it_is_lerobots_sampler(loss, steps, monkeypatch):
+def test_without_noise_it_is_lerobots_sampler(loss, monkeypatch):
+    steps = 10
     monkeypatch.setattr(loss.policy.config, "num_inference_steps", steps)
     batch, draws = inputs(loss), draw(SDE, loss, 6)
     theirs = loss.policy.predict_action_chunk(loss.images(batch), noise=draws.start)
@@ -112,7 +104,7 @@ class Mixture(torch.nn.Module):
         return noise - data
 
 
-@pytest.mark.parametrize(("level", "one"), [(0.3, False), (0.6, False), (0.6, True)])
+@pytest.mark.parametrize(("level", "one"), [(0.6, False), (0.6, True)])
 def test_the_marginals_are_those_of_the_sampler_without_noise(level, one):
     """For a distribution whose velocity is known exactly; in many steps, as both are discretised."""
     rows, steps, width = 4000, 60, 3
@@ -136,19 +128,6 @@ def apart(a, b):
     return float((a.flatten().quantile(levels) - b.flatten().quantile(levels)).abs().max())
 
 
-def test_a_decision_does_not_depend_on_its_batch(loss):
-    batch, draws = inputs(loss), draw(SDE, loss, 6)
-    whole, walk = sample(loss, batch, SDE, draws)
-    some = [4, 1, 5]
-    own = {key: value[some] for key, value in batch.items()}
-    part, _ = sample(loss, own, SDE, Draws(*(value[some] for value in draws)))
-    torch.testing.assert_close(part, whole[some], atol=1e-5, rtol=1e-4)
-    alone = score(loss, own, SDE, Walk(*(value[some] for value in walk)))[0]
-    torch.testing.assert_close(alone, score(loss, batch, SDE, walk)[0][some], atol=2e-3, rtol=1e-4)
-    other, _ = sample(loss, batch, SDE, draw(SDE, loss, 6, seed=1))
-    assert (other - whole).abs().max() > 0.1
-
-
 def test_gradients_of_the_density_are_autograds_through_the_plain_forward(loss):
     """All steps of a decision in one suffix over one prefix, as against each by itself."""
     batch, draws = inputs(loss), draw(SDE, loss, 6)
@@ -165,8 +144,7 @@ def test_gradients_of_the_density_are_autograds_through_the_plain_forward(loss):
             torch.testing.assert_close(found.grad, expected[name], atol=1e-5 * largest, rtol=1e-3)
 
 
-@pytest.mark.parametrize("executed", [1, 2, 6])
-def test_only_executed_actions_are_scored(loss, executed):
+def test_only_executed_actions_are_scored(loss, executed=2):
     """Their density is torch's, of the same means as the whole chunk's; what else is predicted has no gradient."""
     batch, draws = inputs(loss), draw(SDE, loss, 6)
     _, walk = sample(loss, batch, SDE, draws)

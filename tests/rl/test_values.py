@@ -94,19 +94,12 @@ def test_labels_and_shown_episodes_of_any_values(setting, chosen, tmp_path, monk
     own = np.repeat(np.isin(np.arange(6), chosen), EPISODES)
     monkeypatch.setattr(values, "judge_frames", lambda *_: [np.where(own, judged, np.nan)])
     (tmp_path / "run").mkdir()
-    label_frames(run, run.training, tmp_path)
-    found = {
-        name: np.array(column) for name, column in pq.read_table(tmp_path / "run" / LABELS_NAME).to_pydict().items()
-    }
-    meta, length, success = (
-        run.training.rows.metas[0],
-        np.array(EPISODES)[list(chosen)],
-        np.array(SUCCESS, bool)[list(chosen)],
-    )
+    assert ("in-sample" in label_frames(run, run.training, tmp_path)) == (len(chosen) == 4)
+    table = pq.read_table(tmp_path / "run" / LABELS_NAME).to_pydict()
+    found, meta = {name: np.array(column) for name, column in table.items()}, run.training.rows.metas[0]
+    length, success = np.array(EPISODES)[list(chosen)], np.array(SUCCESS, bool)[list(chosen)]
     instruction = [meta.episode_tasks[e][0] for e in chosen]
-    longest = np.array(
-        [max(n for n, other in zip(length, instruction, strict=True) if other == text) for text in instruction]
-    )
+    longest = np.array([length[[other == text for other in instruction]].max() for text in instruction])
     returns = episode_returns(length, success, longest, 1.0)
     advantage = advantages(returns, judged[own], length, 3)
     (held_out,) = run.training.rows.eval_episodes
@@ -147,9 +140,8 @@ def test_the_longest_episode_of_a_task_is_over_all_datasets_and_used_episodes():
     """A task is an instruction, whatever dataset it is in; that of an episode with several is its first."""
     tasks = [[("open",), ("close", "open"), ("open",)], [("close",), (), ("close",)]]
     lengths, used = [[5, 9, 30], [12, 4, 40]], [[0, 1], [0, 1]]
-    metas = [
-        SimpleNamespace(episode_tasks=of, episode_length=np.array(n)) for of, n in zip(tasks, lengths, strict=True)
-    ]
+    both = zip(tasks, lengths, strict=True)
+    metas = [SimpleNamespace(episode_tasks=of, episode_length=np.array(n)) for of, n in both]
     numbers = values._task_numbers(metas)
     assert [of.tolist() for of in numbers] == [[0, 1, 0], [1, 2, 1]]
     longest = values._longest(metas, [np.array(of) for of in used], numbers)
@@ -269,31 +261,13 @@ def test_advantages_that_know_the_outcome_do_not_count():
     assert "BELOW" not in values.labels_text(unknown)
 
 
-def test_in_sample_is_said_and_advises_nothing():
-    rng, length = np.random.default_rng(0), np.array([4, 6, 5])
-    columns = {"success": np.repeat([True, False, True], length), "held_out": np.repeat([True, False, False], length)}
-    columns |= {"positive": rng.random(15) < 0.5, "advantage": rng.normal(size=15), "value": rng.normal(size=15)}
-    text = values.labels_text(score_labels(columns, np.repeat(np.cumsum(length), length) - np.arange(15) - 1, 3))
-    (line,) = [line for line in text.splitlines() if line.startswith("AUROC")]
-    assert line.count("in-sample") == 2 and "too few episodes are held out: raise --dataset.eval_split" in line
-    assert "BELOW" not in text and "--steps" not in text
-
-
-@pytest.mark.parametrize(
-    ("score", "least", "remedy"),
-    [
-        (0.8, 0.8, "train it for more --steps"),
-        (0.6, 0.4, "its interval holds 0.5, which is chance: add episodes"),
-        (0.95, 0.95, ""),
-    ],
-)
-def test_a_value_function_that_sees_no_failure_coming_is_named(score, least, remedy):
+def test_a_value_function_that_sees_no_failure_coming_is_named():
     scores = dict.fromkeys(("positive", "positive_of_successes", "positive_of_failures"), 0.5)
-    scores |= {f"auroc{kind}": score for kind in ("_held_out", "_low", "_high", "_last_held_out")}
-    scores |= {"frames": 9, "horizon": 3, "auroc_last_low": score, "auroc_last_high": score, "auroc_low": least}
-    text = values.labels_text(scores)
-    assert ("BELOW 0.9" in text) == bool(remedy) and remedy in text
-    assert f"{score:.3f} ({least:.3f} to {score:.3f}, on held-out episodes) of advantages" in text
+    for score, least, remedy in ((0.8, 0.8, "more --steps"), (0.6, 0.4, "chance: add episodes"), (0.95, 0.95, "")):
+        scores |= {f"auroc{kind}": score for kind in ("_held_out", "_low", "_high", "_last_held_out")}
+        scores |= {"frames": 9, "horizon": 3, "auroc_last_low": score, "auroc_last_high": score, "auroc_low": least}
+        text = values.labels_text(scores)
+        assert ("BELOW 0.9" in text) == bool(remedy) and remedy in text
 
 
 def test_another_outcome_is_another_run(setting):

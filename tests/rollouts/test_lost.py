@@ -77,6 +77,16 @@ def test_a_server_that_is_gone_is_replaced_and_asked_again(actors, error):
     assert batch == [seat] and chunks[0].shape == (2, 3)
 
 
+@pytest.mark.parametrize(
+    ("results", "message"), [([ActorDiedError()] * 4, "policy servers died 4 times"), ([OSError("no weights")], "no w")]
+)
+def test_a_policy_that_cannot_decide_ends_the_play(actors, results, message):
+    actors.results, policy, seat = results, policy_of(actors), waiting()
+    with pytest.raises((RuntimeError, OSError), match=message):
+        for _ in range(9):
+            assert list(policy.decide([seat])) == []
+
+
 def test_a_server_that_does_not_answer_is_replaced_and_asked_again(actors, monkeypatch):
     monkeypatch.setenv("VLA_WORKER_TIMEOUT_S", "20")
     clock = [0.0]

@@ -80,8 +80,7 @@ class TwoBinsConfig(EnvConfig):
 
     @property
     def gym_kwargs(self) -> dict[str, Any]:
-        options = {"render_mode": self.render_mode, "terminates": self.terminates}
-        options |= {"many_instructions": self.many_instructions}
+        options = {name: getattr(self, name) for name in ("render_mode", "terminates", "many_instructions")}
         return {**options, "max_episode_steps": self.episode_length}
 
 
@@ -123,7 +122,8 @@ class MetaworldConfig(MetaworldEnv):
 
     def makers(self) -> dict[str, Maker]:
         """Return makers, as `task_makers`, by the names of Meta-World's tasks."""
-        instructions, groups = metaworld_tasks()
+        lists = json.loads(files("lerobot.envs").joinpath("metaworld_config.json").read_text())
+        instructions, groups = lists["TASK_DESCRIPTIONS"], lists["DIFFICULTY_TO_TASKS"]
         names = [name.strip().removeprefix("metaworld-") for name in self.task.split(",")]
         tasks = list(dict.fromkeys(task for name in names for task in groups.get(name, [name])))
         if unknown := [task for task in tasks if task not in instructions]:
@@ -211,12 +211,6 @@ def _leaves_of(space: gymnasium.Space[Any], key: str = "") -> dict[str, gymnasiu
     }
 
 
-def metaworld_tasks() -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the instruction of each Meta-World task, and the tasks of each difficulty, from LeRobot's lists."""
-    metaworld_config = json.loads(files("lerobot.envs").joinpath("metaworld_config.json").read_text())
-    return metaworld_config["TASK_DESCRIPTIONS"], metaworld_config["DIFFICULTY_TO_TASKS"]
-
-
 # Option of all environments, as in LeRobot's parser.
 DISCOVER = "--discover_packages_path="
 # Values of `--env.type` with a configuration of ours instead of LeRobot's.
@@ -235,10 +229,7 @@ def task_makers(config: EnvConfig) -> dict[str, Maker]:
 
     Runs on the driver. An environment with one task is named by its type, `pusht`; Meta-World's tasks have their own
     names, `reach-v3`; others have suite and number, `libero_10/3`. Makers of environments that gymnasium registers do
-    not import LeRobot.
-
-    Raises:
-        ValueError: a package is not installed, or the environment has no such task.
+    not import LeRobot. Raises ValueError if a package is not installed, or the environment has no such task.
     """
     own: dict[str, Any] = {}
     if is_own(config):
@@ -267,11 +258,7 @@ def _makers(config: EnvConfig) -> dict[str, Maker]:
 
 
 def longest_episode(config: EnvConfig) -> int | None:
-    """Return the longest step limit of all tasks; None if neither configuration nor environment has one.
-
-    Raises:
-        ValueError: as `task_makers`.
-    """
+    """Return the longest step limit of all tasks; None if there is none. Raises as `task_makers`."""
     length = getattr(config, "episode_length", None)
     if length is not None or type(config).create_envs is EnvConfig.create_envs:
         return length
@@ -282,10 +269,8 @@ def longest_episode(config: EnvConfig) -> int | None:
 def initial_state_counts(config: EnvConfig) -> dict[str, int]:
     """Return the number of initial states of each task that has a list of them; other tasks draw theirs from the seed.
 
-    The count is the attribute `initial_states` of the configuration, for all its tasks, or of an environment.
-
-    Raises:
-        ValueError: as `task_makers`.
+    The count is the attribute `initial_states` of the configuration, for all its tasks, or of an environment. Raises as
+    `task_makers`.
     """
     count = getattr(config, "initial_states", None)
     if count is not None:
@@ -315,14 +300,9 @@ def drawn_for(folder: Path) -> Any:
 
 
 def check_drawn(trained: Any, config: EnvConfig, path: object) -> None:
-    """Refuse an environment that is rendered otherwise than the images that a policy was trained on.
+    """Refuse an environment that is rendered otherwise than `trained`, the `how_drawn` of a policy's training images.
 
-    Args:
-        trained: `how_drawn` of the training images.
-        config: configuration of the environment.
-        path: source of `trained`, for the message.
-    Raises:
-        ValueError: names the flags that make both equal.
+    Raises ValueError, which names `path`, the source of `trained`, and the flags that make both equal.
     """
     rendering = how_drawn(config)
     if not isinstance(trained, dict) or trained.get("type") != rendering.get("type"):
@@ -383,14 +363,11 @@ def _adapted(config: EnvConfig, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[A
 
 
 def env_config(env_type: str, options: Sequence[str] = ()) -> EnvConfig:
-    """Return LeRobot's configuration of an environment.
+    """Return LeRobot's configuration of an environment, with options of its type ("--episode_length=30").
 
-    Args:
-        env_type: value of `--env.type`.
-        options: options of the type ("--episode_length=30"). "--discover_packages_path=PACKAGE" imports a package that
-            registers types; installed packages lerobot_env_* are imported anyway.
-    Raises:
-        ValueError: no such type or option, code from the Hub, or a package that cannot be imported.
+    "--discover_packages_path=PACKAGE" imports a package that registers types; installed packages lerobot_env_* are
+    imported anyway. Raises ValueError for an unknown type or option, code from the Hub, or a package that cannot be
+    imported.
     """
     packages = [option.removeprefix(DISCOVER) for option in options if option.startswith(DISCOVER)]
     options = [option for option in options if not option.startswith(DISCOVER)]

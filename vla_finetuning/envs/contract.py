@@ -33,7 +33,6 @@ class Contract(gymnasium.Wrapper):
     fault of one scene.
 
     Args:
-        env: environment to check.
         shapes: expected shapes by name, "pixels/top"; other names are not checked.
         is_own: also check that there is a step limit and, once per process, that the seed decides the scene.
     """
@@ -121,13 +120,11 @@ def checked(
     module: str | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> gymnasium.Env[Any, Any]:
-    """Make an environment wrapped in `Contract`. Runs in a stage.
+    """Make an environment wrapped in `Contract`, after its packages are imported. Runs in a stage.
 
     Args:
         make: a pickled `Maker`.
-        packages: packages to import first.
         module: module of the user's own environment; None for LeRobot's and ours.
-        shapes: as for `Contract`.
     """
     for package in packages:
         load_package(package)

@@ -1,7 +1,4 @@
-"""Render LeRobot's LIBERO only on demand, because rendering takes most of its time.
-
-Imports gymnasium only. The caller wraps LeRobot's environment, which needs robosuite.
-"""
+"""Render LeRobot's LIBERO only on demand, because rendering takes most of its time. Imports gymnasium only."""
 
 from __future__ import annotations
 

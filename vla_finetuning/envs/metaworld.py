@@ -1,7 +1,6 @@
 """Provide Meta-World's 50 tasks as gymnasium environments with LeRobot's episodes, rendered only on demand.
 
-`configs` makes them for `--env.type metaworld`, and `record.py` records their scripted experts. Needs the packages of
-requirements-metaworld.txt, but not LeRobot, so that a process which only simulates is small and starts fast.
+Needs the packages of requirements-metaworld.txt, but not LeRobot, so that a process which only simulates starts fast.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import pickle
 import time
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -35,17 +33,15 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
     states and, at 480x480 in full quality, images equal those of LeRobot 0.6.1's `MetaworldEnv`.
 
     Args:
-        task: Meta-World's name of the task.
-        instruction: instruction for the policy.
         obs_type: observed parts, one of OBS_TYPES. `pixels`: the camera, uint8 (H, W, 3). `agent_pos`: the gripper's
             position in metres and its opening, float64 (4,). `environment_state`: the input of scripted experts,
             float64 (39,).
         image_size: height and width in pixels.
         quality: one of QUALITIES.
+
     Attributes:
         rendering: whether steps render the camera; if not, images are black.
         rendering_s: seconds that steps spent rendering; the reader may reset it.
-        environment_state: input of scripted experts after the last step, float64 (39,).
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
@@ -69,7 +65,7 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
 
         self.task, self.task_description, self.render_mode = task, instruction, render_mode
         self.rendering, self.rendering_s = True, 0.0
-        self._expert: Callable[[np.ndarray], np.ndarray] | None = None
+        self._expert: Any = None
         self._size, self._quality = tuple(image_size), quality
         env_class = ALL_V3_ENVIRONMENTS[task]
         self._env = env_class()
@@ -120,9 +116,15 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._renderer.render()[::-1, ::-1].copy()
 
     def expert_action(self) -> np.ndarray:
-        """Return the action of `expert`, float32 (4,); it may have a memory, so let it act in the whole episode."""
-        self._expert = self._expert or expert(self.task)
-        return self._expert(self.environment_state)
+        """Return the action of the task's scripted expert, float32 (4,), clipped to [-1, 1] as the environment does.
+
+        It may have a memory, so let it act in the whole episode.
+        """
+        if self._expert is None:
+            from metaworld.policies import ENV_POLICY_MAP
+
+            self._expert = ENV_POLICY_MAP[self.task]()
+        return np.clip(self._expert.get_action(self.environment_state), -1, 1).astype(np.float32)
 
     def close(self) -> None:
         if self._renderer is not None:
@@ -148,18 +150,6 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
             if key in self._shown:
                 seen[key] = self.environment_state[:width].copy()
         return seen
-
-
-def expert(task: str) -> Callable[[np.ndarray], np.ndarray]:
-    """Return Meta-World's scripted expert of a task: a function from a state (39,) to an action, float32 (4,).
-
-    Actions are clipped to [-1, 1], as the environment does, so that datasets hold the executed actions.
-    """
-    from metaworld.policies import ENV_POLICY_MAP
-
-    policy: Any = ENV_POLICY_MAP[task]
-    act = policy().get_action
-    return lambda state: np.clip(act(state), -1, 1).astype(np.float32)
 
 
 gymnasium.register(GYM_ID, entry_point=f"{__name__}:Metaworld", max_episode_steps=EPISODE_LENGTH)

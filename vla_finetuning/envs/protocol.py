@@ -85,11 +85,9 @@ def state_hash(env: gymnasium.Env[Any, Any], observation: Observation) -> str:
         return str(env.get_wrapper_attr("state_hash")())
     digest = hashlib.sha256()
     for key, array in sorted(leaves(observation)):
-        if array.dtype == object:  # its bytes are addresses
-            continue
-        digest.update(
-            f"{'/' * bool(key)}{key} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes()
-        )
+        if array.dtype != object:  # its bytes are addresses
+            digest.update(f"{'/' * bool(key)}{key} {array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -136,11 +134,7 @@ def load_module(name: str, label: str = "") -> ModuleType:
 
 
 def load_package(name: str) -> None:
-    """Import a package and its modules, which register environments, like LeRobot's --env.discover_packages_path.
-
-    Raises:
-        ValueError: the package or a module cannot be imported.
-    """
+    """Import a package and its modules, which register environments. Raises ValueError if that fails."""
     label = f"--env.discover_packages_path={name}:"
     for module in pkgutil.iter_modules(getattr(load_module(name, label), "__path__", ()), f"{name}."):
         load_module(module.name, label)

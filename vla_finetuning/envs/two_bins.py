@@ -26,7 +26,7 @@ RENDER_SCALE = 4
 
 
 class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
-    """A gantry, two bins, and an instruction that names one of them.
+    """A gantry, two bins, and an instruction that names one of them (`Scene.many_instructions`).
 
     An action is the gripper's target, float (3,) in cm; speed and range of the drives are limited. The episode ends
     when the gripper has stayed within `GOAL_RADIUS_CM` of a bin's centre for `DWELL_FRAMES` frames in a row. It is a
@@ -34,11 +34,9 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     gripper stays, else "". Scene and instruction are functions of `reset(seed=...)` alone.
 
     Args:
-        render_mode: "rgb_array" or None.
         terminates: whether an episode ends over a bin; if not, it lasts to its step limit, and success at the end means
             that the gripper has stayed.
-        many_instructions: whether bins have two of four colours and are square or round, and the instruction names one
-            by its colour, its side, its shape, or the other bin (`Scene.many_instructions`).
+
     Attributes:
         rendering: whether steps render the cameras; if not, images are black.
         rendering_s: seconds that steps spent rendering; the reader may reset it.

@@ -58,9 +58,7 @@ class Scene:
 def draw_scene(rng: np.random.Generator, many_colours: bool = False) -> Scene:
     """Draw a random scene: the sides of the red and the blue bin, and the gripper on the robot's side of the table.
 
-    Args:
-        rng: random generator.
-        many_colours: also draw both bins' colours, two of the four of `MANY_COLOURS`, and their shapes.
+    With `many_colours`, also both bins' colours, two of the four of `MANY_COLOURS`, and their shapes.
     """
     shapes: Sequence[str] = ()
     if many_colours:
@@ -87,10 +85,9 @@ DWELL_FRAMES, EPISODE_LENGTH = round(DWELL_S * FPS), round(EPISODE_S * FPS)
 
 
 def demonstrate(scene: Scene, colour: str) -> tuple[np.ndarray, np.ndarray]:
-    """Move straight to the bin of a colour at constant speed, and stay there for DWELL_FRAMES + 1 frames.
+    """Return states and actions of a straight move to the bin of a colour, where it stays for DWELL_FRAMES + 1 frames.
 
-    Returns:
-        States and actions, float32 (N, 3), in cm: the gripper's position, and its position one frame later.
+    Both float32 (N, 3), in cm: the gripper's position, and its position one frame later.
     """
     begin, end = np.array(scene.start), np.array(scene.place(colour))
     distance = float(np.linalg.norm(end - begin))

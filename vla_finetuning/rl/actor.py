@@ -1,8 +1,5 @@
 """Let a policy act in the process that trains it: with noise, recording its decisions, or by its deterministic sampler.
 
-`Actor` runs the network on batches of observations. `StochasticActor` and `DeterministicActor` are the two samplers;
-both are called by the rollout scheduler.
-
 Legend: N rows, T chunk, A action, S random steps of a decision, H W C image.
 """
 
@@ -23,6 +20,7 @@ from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.rl.sampler import FlowSDE, sample
 from vla_finetuning.rollouts.episodes import Episode, noise
 from vla_finetuning.rollouts.player import Player
+from vla_finetuning.rollouts.scheduler import Decide
 from vla_finetuning.rollouts.stage import Decision
 
 # Takes N rows on the host and their decisions; returns normalised chunks (N, T, A).
@@ -34,7 +32,6 @@ class Actor:
     """A policy with its current weights, and the processors between it and an environment.
 
     Args:
-        player: the policy's processors before and after the network.
         prompts: lengths to which prompts are cut.
         inference_batch: maximum number of rows per forward pass.
 
@@ -68,9 +65,8 @@ class Actor:
         cameras = [key for key in self.loss.policy.config.image_features if key in prepared]
         columns = {key: _to_uint8(key, prepared[key], check=not self._checked) for key in cameras}
         self._checked = True
-        columns[OBS_LANGUAGE_TOKENS] = prepared[OBS_LANGUAGE_TOKENS].cpu()
-        columns[OBS_LANGUAGE_ATTENTION_MASK] = prepared[OBS_LANGUAGE_ATTENTION_MASK].bool().cpu()
-        return columns
+        tokens, mask = (prepared[key].cpu() for key in PROMPT)
+        return columns | {OBS_LANGUAGE_TOKENS: tokens, OBS_LANGUAGE_ATTENTION_MASK: mask.bool()}
 
     def on_device(self, columns: Mapping[str, Tensor]) -> Batch:
         """Copy a micro-batch to the device, with prompts cut to the length that the longest one needs."""
@@ -156,19 +152,14 @@ class StochasticActor:
         return columns
 
 
-class DeterministicActor:
-    """Sample actions as LeRobot does, from the noise that `evaluate.py` draws. Called as `scheduler.Decide`."""
+def deterministic(actor: Actor, seed: int, episodes: Mapping[int, Episode]) -> Decide:
+    """Return a sampler of actions like LeRobot's, which starts from the noise that `evaluate.py` draws."""
 
-    def __init__(self, actor: Actor, seed: int, episodes: Mapping[int, Episode]) -> None:
-        self._actor, self._seed, self._episodes = actor, seed, episodes
-
-    def __call__(self, observation: Observation, decisions: Sequence[Decision]) -> np.ndarray:
-        return self._actor.act(observation, decisions, self._sample)
-
-    def _sample(self, columns: Batch, decisions: Sequence[Decision]) -> Tensor:
-        actor = self._actor
-        played = [(self._episodes[decision.number], decision.decision) for decision in decisions]
-        names = [(self._seed, episode.task, episode.episode, number) for episode, number in played]
+    def sampled(columns: Batch, decisions: Sequence[Decision]) -> Tensor:
+        played = [(episodes[decision.number], decision.decision) for decision in decisions]
+        names = [(seed, episode.task, episode.episode, number) for episode, number in played]
         start = torch.from_numpy(np.stack([noise(*name, shape=actor.shape[:2]) for name in names])).to(actor.device)
         with actor.computing():
             return continue_chunk(actor.loss, actor.on_device(columns), start)
+
+    return lambda observation, decisions: actor.act(observation, decisions, sampled)

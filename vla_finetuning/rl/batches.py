@@ -56,11 +56,7 @@ def pad_empty(columns: Batch) -> Batch:
 
 
 def equal_returns(returns: Tensor) -> Tensor:
-    """Return a mask of the groups whose played episodes have equal returns, bool (N,).
-
-    Args:
-        returns: float (N, G), NaN where an episode could not be played.
-    """
+    """Return a mask, bool (N,), of the groups whose played episodes have equal returns (N, G); NaN: not played."""
     highest, lowest = (sign * (sign * returns).nan_to_num(nan=-torch.inf).amax(dim=1) for sign in (1, -1))
     return highest <= lowest
 
@@ -72,7 +68,6 @@ class RolloutGroup:
     Attributes:
         numbers: int64 (N, G), the number of each episode.
         lines: the lines of all ranks' episodes by number; `error` is set if an episode could not be played.
-        reward: what an episode and its decisions are worth (--grpo.reward).
         episodes: the episodes that this rank has played to their end.
     """
 
@@ -153,12 +148,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One rank's share of an update.
-
-    Attributes:
-        rows: number of rows of all ranks.
-        micros: for each micro-batch, the rows of the table that this rank computes; an empty one is filled up.
-    """
+    """One rank's share of an update of `rows` rows: the rows of the table in each micro-batch, which may be none."""
 
     rows: int
     micros: list[np.ndarray]
@@ -167,13 +157,11 @@ class Minibatch:
 def minibatches(
     table: Table, owner: np.ndarray, *, rank: int, ranks: int, size: int, micro_rows: int, key: tuple[int, ...]
 ) -> Iterator[Minibatch]:
-    """Yield this rank's minibatches of a pass over the table.
+    """Yield this rank's minibatches of a pass over the table, cut evenly, in the order that `key` seeds.
 
     Args:
         owner: the rank that holds each row, int (R,).
-        size: maximum number of rows of a minibatch; minibatches are cut evenly.
-        micro_rows: maximum number of rows of a micro-batch.
-        key: seed of the permutation.
+        size, micro_rows: maximum numbers of rows of a minibatch, and of a micro-batch.
     """
     rows = len(table.episode)
     order = np.random.default_rng(list(key)).permutation(rows)
@@ -192,7 +180,6 @@ class RolloutBatch:
         first_row: position in the stream of demonstrations.
 
     Attributes:
-        table: the decisions of all ranks.
         owned: mask of this rank's rows of the table, bool (R,).
         columns: the records of this rank's decisions, by name.
         values: what the objective computed for each row before the first update, (R, ...) by name.
@@ -245,21 +232,16 @@ class RolloutBatch:
         """Yield rows and their columns on the device, for each of this rank's micro-batches of the first pass."""
         for minibatch in self._minibatches(0):
             for rows in minibatch.micros:
-                if len(rows):
-                    yield rows, self._batch(self._column_rows[rows])
+                yield rows, self._recorded(rows)
 
     def last_states(self, group: RolloutGroup) -> Iterator[tuple[list[int], Batch]]:
         """Yield numbers of this rank's truncated episodes, with their last observations (`Playing.bootstraps`)."""
         is_owned = rank_of(np.arange(len(group.numbers)), self._world) == self._rank
-        ended = [
-            number
-            for number in np.sort(group.numbers[is_owned], axis=None).tolist()
-            if group.lines[number]["truncated"]
-        ]
-        size = self._config.batch_size
-        for numbers in (ended[first : first + size] for first in range(0, len(ended), size)):
-            after = np.array([len(group.lines[number]["rewards"]) for number in numbers])
-            yield numbers, self._batch(np.array(self._columns_of(np.array(numbers), after)))
+        numbers = np.sort(group.numbers[is_owned], axis=None).tolist()
+        ended = [number for number in numbers if group.lines[number]["truncated"]]
+        for some in itertools.batched(ended, self._config.batch_size):
+            after = np.array([len(group.lines[number]["rewards"]) for number in some])
+            yield list(some), self._batch(np.array(self._columns_of(np.array(some), after)))
 
     def epoch(self, number: int) -> Iterator[tuple[int, int, Iterator[Batch]]]:
         """Yield for each minibatch of a pass: rows of all ranks, number of micro-batches, and the micro-batches."""
@@ -307,13 +289,15 @@ class RolloutBatch:
 
     def _micro_batch(self, rows: np.ndarray, epoch: int) -> Batch:
         """Return rows of the table as the objective's batch; a row of weight zero for no rows."""
-        filled = len(rows) == 0
-        batch = self._batch(np.zeros(1, np.int64) if filled else self._column_rows[rows])
-        rows = np.zeros(1, np.int64) if filled else rows
-        values = {"weight": torch.full((len(rows),), 0.0 if filled else 1.0)}
-        values |= {name: value[rows] for name, value in self.values.items()}
-        values |= self.draw(rows, (self._config.seed, self._iteration, epoch))
-        return batch | self._to_device(values)
+        weight = torch.ones(len(rows)) if len(rows) else torch.zeros(1)
+        places = rows if len(rows) else np.zeros(1, np.int64)
+        values = {"weight": weight, **{name: value[places] for name, value in self.values.items()}}
+        values |= self.draw(places, (self._config.seed, self._iteration, epoch))
+        return self._recorded(rows) | self._to_device(values)
+
+    def _recorded(self, rows: np.ndarray) -> Batch:
+        """Return this rank's records of rows of the table; its first record for no rows."""
+        return self._batch(self._column_rows[rows] if len(rows) else np.zeros(1, np.int64))
 
     def _to_device(self, values: Mapping[str, Tensor]) -> Batch:
         return {key: value.to(self._actor.device) for key, value in values.items()}

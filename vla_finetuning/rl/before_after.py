@@ -26,11 +26,8 @@ LABELS = {"before": "before", "after": "after learning from success"}
 def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Play the policy that the run started from and the trained one on the same fresh scenes, by LeRobot's sampler.
 
-    Runs on the driver, connected to the run's cluster.
-
-    Returns:
-        `{"before": {"successes": n, "episodes": m, "label", "interval"}, "after": ...}`, with `errors` if episodes
-        failed; and the films of some scenes, those that the policy has learned first.
+    Returns `{"before": {"successes": n, "episodes": m, "label", "interval"}, "after": ...}`, with `errors` if episodes
+    failed; and the films of some scenes, those that the policy has learned first.
     """
     job, policy, env = run.job, run.policy, run.scene.env
     assert policy.folder is not None
@@ -38,11 +35,10 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
     after = load_policy_config(folder)
     after.n_action_steps = policy.config.n_action_steps
     (robot,) = policy.robots
-    options: dict[str, Any] = {"env": env, "opening": robot.opening, "device": "cuda" if job.use_gpu else "cpu"}
-    options["trusted"] = policy.trusted
-    start_config = copy.deepcopy(policy.config)
+    options: dict[str, Any] = {"env": env, "opening": robot.opening, "trusted": policy.trusted}
+    options["device"] = "cuda" if job.use_gpu else "cpu"
     sources = {
-        "before": PolicySource(policy.folder, start_config, rename_map=robot.rename_map, **options),
+        "before": PolicySource(policy.folder, copy.deepcopy(policy.config), rename_map=robot.rename_map, **options),
         "after": PolicySource(folder, after, **options),  # the export has the environment's names
     }
     makers = task_makers(env)
@@ -71,6 +67,5 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
 
 def success_lines(scores: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the lines about success that a run ends with."""
-    lines = ["Success in the loop on fresh scenes, by LeRobot's own sampler (95 % interval)"]
-    lines += [f"  {name:7}  {share(score)}" for name, score in scores.items()]
-    return "\n".join(lines)
+    lines = [f"  {name:7}  {share(score)}" for name, score in scores.items()]
+    return "\n".join(["Success in the loop on fresh scenes, by LeRobot's own sampler (95 % interval)", *lines])

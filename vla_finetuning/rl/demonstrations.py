@@ -35,11 +35,7 @@ Read = Callable[[Sequence[np.ndarray]], Iterator[Columns]]
 
 
 def resolve_demonstrations(config: GrpoConfig, root: str) -> Rows:
-    """Find and check the dataset. Runs on the driver.
-
-    Raises:
-        ValueError, FileNotFoundError: the dataset is missing or does not fit the policy.
-    """
+    """Find the dataset. Raises ValueError or FileNotFoundError if it is missing or does not fit the policy."""
     training = config.training()
     # The policy's own processors and statistics apply, so the dataset's statistics need not be exact.
     training.dataset = DatasetOptions(root=root, statistics="lerobot")
@@ -48,10 +44,7 @@ def resolve_demonstrations(config: GrpoConfig, root: str) -> Rows:
 
 
 def task_reader(rows: Rows, policy: PolicySpec, timeout_s: float) -> Read:
-    """Return a reader that runs in Ray tasks.
-
-    The tasks hold no CPU: simulating processes hold them, and are idle while the policy learns.
-    """
+    """Return a reader in Ray tasks, which hold no CPU: idle simulators hold all of them while the policy learns."""
     task: Any = ray.remote(read_chunk).options(num_cpus=0)
     shared = ray.put(rows.source()), ray.put(LazyPickle(make_prepare(policy, rows)))
 
@@ -77,9 +70,8 @@ def split_positions(first: int, count: int, *, rank: int, ranks: int, micro_rows
 
     All ranks have equally many micro-batches; the last ones may be empty.
     """
-    positions = np.arange(first + rank, first + count, ranks)
     largest = -(-count // ranks)
-    return np.array_split(positions, -(-largest // micro_rows))
+    return np.array_split(np.arange(first + rank, first + count, ranks), -(-largest // micro_rows))
 
 
 def as_batch(columns: Columns) -> dict[str, Tensor]:

@@ -1,10 +1,8 @@
-"""Predict the time of an iteration and the memory of a worker, for `--dry_run`.
-
-Runs on the driver, before Ray starts. The simulation is measured in this process; the network's operations are counted.
-"""
+"""Predict the time of an iteration and the memory of a worker, for `--dry_run`, before Ray starts."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass, replace
@@ -40,23 +38,15 @@ class Simulated:
 
 
 def measure_environment(env_config: EnvConfig) -> Simulated:
-    """Make the first task's environment in this process, and measure random steps.
-
-    Raises:
-        ValueError, ImportError, OSError: the environment cannot be made; the cluster would fail in the same way.
-    """
+    """Make the first task's environment in this process, and measure random steps. Raises as the cluster would."""
     choose_gl()
-    env = next(iter(task_makers(env_config).values()))()
-    try:
-        rng = np.random.default_rng(0)
+    with contextlib.closing(next(iter(task_makers(env_config).values()))()) as env:
         env.action_space.seed(0)
         started = time.perf_counter()
-        env.reset(seed=int(rng.integers(2**31)))
+        env.reset(seed=0)
         reset_s = time.perf_counter() - started
         with_rendering, without = _step_s(env, True), _step_s(env, False)
         return Simulated(reset_s, without, max(0.0, with_rendering - without))
-    finally:
-        env.close()
 
 
 def _step_s(env: gymnasium.Env, renders: bool) -> float:
@@ -93,9 +83,8 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
     simulation_s = episodes * simulated.reset_s + steps * simulated.step_s + decisions * simulated.render_s
     processes = min(g.env_actors, episodes)  # a process without an episode is idle
     simulation_s /= processes
-    digits = 0 if simulation_s > 10 else 2
     lines = [
-        f"Expected     simulation {simulation_s:.{digits}f} s an iteration, on {processes} processes per worker: a "
+        f"Expected     simulation {simulation_s:.2f} s an iteration, on {processes} processes per worker: a "
         f"step {1e3 * simulated.step_s:.1f} ms, looking {1e3 * simulated.render_s:.1f} ms (measured here, in one "
         "process)"
     ]

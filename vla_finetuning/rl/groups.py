@@ -13,7 +13,7 @@ from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.evaluation.intervals import score
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.options.programs import GrpoConfig
-from vla_finetuning.rl.actor import Actor, DeterministicActor, StochasticActor
+from vla_finetuning.rl.actor import Actor, StochasticActor, deterministic
 from vla_finetuning.rl.batches import RolloutGroup, equal_returns, group_seed, merge_ranks, rank_of
 from vla_finetuning.rl.resolve import Scene
 from vla_finetuning.rollouts.episodes import Episode, Line, episode_list
@@ -37,11 +37,9 @@ def play_iteration(
     """Return the groups to learn from, and the groups of every round. Every rank must call it.
 
     An episode fails if its environment raises, dies, hangs or gives a reward that is not finite. Failed episodes are
-    left out of their groups. With `--grpo.resample`, groups of equal returns are replaced by groups with another
-    initial state, in at most that many rounds (dynamic sampling, DAPO, arXiv 2503.14476).
-
-    Raises:
-        ValueError: every episode failed.
+    left out of their groups; it raises ValueError if all have failed. With `--grpo.resample`, groups of equal returns
+    are replaced by groups with another initial state, in at most that many rounds (dynamic sampling, DAPO, arXiv
+    2503.14476).
     """
     group = play_groups(options, scene, rollouts, explorer, worker, range(options.groups))
     rounds = [group]
@@ -64,12 +62,7 @@ def play_groups(
     groups: Sequence[int],
     replacement: int = 0,
 ) -> RolloutGroup:
-    """Play this rank's groups, and gather the lines of all ranks. Every rank must call it.
-
-    Args:
-        groups: numbers of the groups to play.
-        replacement: how many times these groups have been replaced.
-    """
+    """Play this rank's `groups`, which have been replaced `replacement` times, and gather the lines of all ranks."""
     size, count, iteration = options.group_size, options.groups, explorer.iteration
     firsts = (replacement * count + np.array(groups)) * size
     episodes: dict[int, Episode] = {}
@@ -130,14 +123,11 @@ def check_first(options: GrpoOptions, iteration: int, played: RolloutGroup, used
 def held_out(config: GrpoConfig, scene: Scene, rollouts: Scheduler, actor: Actor, worker: Worker) -> dict[str, Any]:
     """Play the held-out episodes by the deterministic sampler; return `intervals.score` with names "held_out_...".
 
-    Ranks share the episodes. Every rank must call it.
-
-    Raises:
-        ValueError: every episode failed.
+    Ranks share the episodes; every rank must call it. Raises ValueError if every episode failed.
     """
     listed = episode_list(["plain"], scene.tasks, config.eval.n_episodes, config.seed, scene.eval_number)
     rank_episodes = {number: episode for number, episode in enumerate(listed) if number % worker.world == worker.rank}
-    played = rollouts.play_here(rank_episodes, DeterministicActor(actor, config.seed, rank_episodes))
+    played = rollouts.play_here(rank_episodes, deterministic(actor, config.seed, rank_episodes))
     lines = merge_ranks({number: line for number, (line, _) in played.items()})
     check_played(list(lines.values()))
     return {f"held_out_{name}": value for name, value in score([lines[number] for number in sorted(lines)]).items()}

@@ -59,10 +59,7 @@ class Judge:
 
 
 def judge_frames(run: Run, checkpoint: Path) -> list[np.ndarray]:
-    """Return the value of each frame, float32 (F,) for each dataset, NaN in episodes that the run leaves out.
-
-    Runs on the driver, connected to the run's cluster.
-    """
+    """Return the value of each frame, float32 (F,) for each dataset, NaN in episodes that the run leaves out."""
     rows, scaling = run.rows, run.job.scaling
     prepare = make_prepare(run.policy, rows)
     row_bytes = sum(column.nbytes for column in prepare(rows.source().example()).values())

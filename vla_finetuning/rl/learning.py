@@ -19,15 +19,6 @@ from vla_finetuning.rl.objectives.base import Objective, sum_means
 from vla_finetuning.rollouts.scheduler import Scheduler
 
 
-def check_finite(limit: int, nonfinite: int) -> None:
-    """Raise FloatingPointError if more than `limit` updates were skipped because of gradients that are not finite."""
-    if nonfinite > limit:
-        raise FloatingPointError(
-            f"{nonfinite} updates had a gradient that is not finite (more than --train.max_nonfinite="
-            f"{limit}; they were skipped): lower --lr, or raise --grpo.warmup"
-        )
-
-
 def build_grpo_optimizer(config: GrpoConfig, objective: Objective) -> TrainableOptimizer:
     """Build AdamW with the policy's constants, without weight decay, which would pull the policy from its start.
 
@@ -57,29 +48,28 @@ class Times:
 
     def __init__(self) -> None:
         self._start = self._last = time.perf_counter()
-        self.spent: dict[str, float] = {}
+        self._spent = dict.fromkeys(("play", "score", "update", "held_out", "between"), 0.0)
 
     def mark(self, name: str) -> None:
         """Add the time since the last mark to phase `name`."""
         now = time.perf_counter()
-        self.spent[name], self._last = self.spent.get(name, 0.0) + now - self._last, now
+        self._spent[name] += now - self._last
+        self._last = now
 
     def gather(self, rollouts: Scheduler, actor: Actor) -> dict[str, float]:
         """Return means over ranks, and sums over processes for simulation and rendering. Every rank must call it.
 
         Means of the phases add up to the iteration; maxima would not, because a fast rank waits in the next phase.
         """
-        self.spent["step"] = time.perf_counter() - self._start
-        names = ("play", "score", "update", "held_out", "step")
-        simulation_s, rendering_s = rollouts.take_seconds()
-        inference_s, actor.busy_s = actor.busy_s, 0.0
-        mine = [self.spent.get(name, 0.0) for name in names] + [inference_s, simulation_s, rendering_s]
-        ranks = stack_ranks(torch.tensor(mine, dtype=torch.float64).to(actor.device)).cpu()
-        mean, total = ranks.mean(dim=0).tolist(), ranks.sum(dim=0).tolist()
-        seconds = {f"{name}_s": mean[number] for number, name in enumerate(names)}
-        seconds |= {"inference_s": mean[5], "simulation_s": total[6], "rendering_s": total[7]}
-        seconds["waiting_s"] = max(0.0, seconds["play_s"] + seconds["held_out_s"] - seconds["inference_s"])
-        return {name: round(value, 4) for name, value in seconds.items()}
+        mine = {**self._spent, "step": time.perf_counter() - self._start, "inference": actor.busy_s}
+        mine["simulation"], mine["rendering"] = rollouts.take_seconds()
+        del mine["between"]
+        actor.busy_s = 0.0
+        ranks = stack_ranks(torch.tensor(list(mine.values()), dtype=torch.float64).to(actor.device)).cpu()
+        seconds = dict(zip(mine, ranks.mean(dim=0).tolist(), strict=True))
+        seconds |= {name: len(ranks) * seconds[name] for name in ("simulation", "rendering")}
+        seconds["waiting"] = max(0.0, seconds["play"] + seconds["held_out"] - seconds["inference"])
+        return {f"{name}_s": round(value, 4) for name, value in seconds.items()}
 
 
 def metrics_of(

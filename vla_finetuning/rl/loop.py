@@ -1,7 +1,4 @@
-"""The loop of `grpo.py`, whose steps are iterations: play groups of episodes, score them, update the policy.
-
-`GrpoState` is the loop's state, for `vla.train`. `callbacks_for` lists the callbacks.
-"""
+"""The loop of `grpo.py`, whose steps are iterations: play groups of episodes, score them, update the policy."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from vla_finetuning.rl.actor import Actor, StochasticActor
 from vla_finetuning.rl.batches import RolloutBatch, stack_ranks
 from vla_finetuning.rl.demonstrations import task_reader
 from vla_finetuning.rl.groups import check_first, held_out, make_rollouts, play_iteration
-from vla_finetuning.rl.learning import Times, build_grpo_optimizer, check_finite, metrics_of
+from vla_finetuning.rl.learning import Times, build_grpo_optimizer, metrics_of
 from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.objectives.base import Objective, sum_means
 from vla_finetuning.rl.recording import is_iteration_recorded, remove_episodes, write_episodes
@@ -47,9 +44,7 @@ class GrpoState(LoopState):
     """The state of a training process between two iterations.
 
     Attributes:
-        episodes: number of episodes that all ranks have played.
-        first_row: number of demonstration rows that all ranks have used.
-        times: seconds of this iteration by phase.
+        episodes, first_row: numbers of episodes played and of demonstration rows used, of all ranks.
         initial_metrics: metrics of the policy before the first iteration.
     """
 
@@ -79,12 +74,10 @@ class GrpoState(LoopState):
         assert isinstance(loss, FlowLoss)  # `resolve_grpo` refuses others
         check_attention(policy, loss, device, self._autocast, job.output_dir if worker.rank == 0 else None)
         (preprocessor, postprocessor), (robot,) = policy.processors(), policy.robots
-        trusted, opening = policy.trusted, robot.opening
-        acting = Acting(env=run.scene.env, rename_map=robot.rename_map, trusted=trusted, opening=opening)
-        player = Player(loss.policy, preprocessor, postprocessor, acting)
+        acting = Acting(env=run.scene.env, rename_map=robot.rename_map, trusted=policy.trusted, opening=robot.opening)
         self.actor = Actor(
             loss,
-            player,
+            Player(loss.policy, preprocessor, postprocessor, acting),
             prompts=policy.prompts,
             inference_batch=options.inference_batch,
             autocast=self._autocast,
@@ -139,7 +132,11 @@ class GrpoState(LoopState):
         self.times.mark("update")
         self._line = metrics_of(played, rounds, rollouts, self.objective, results)
         self._nonfinite += self._line["nonfinite_steps"]
-        check_finite(run.config.train.max_nonfinite, self._nonfinite)
+        if self._nonfinite > (limit := run.config.train.max_nonfinite):
+            raise FloatingPointError(
+                f"{self._nonfinite} updates had a gradient that is not finite (more than --train.max_nonfinite="
+                f"{limit}; they were skipped): lower --lr, or raise --grpo.warmup"
+            )
 
     def _learn(self, rollouts: RolloutBatch) -> list[StepResult]:
         """Take an iteration's updates; stop when the divergence exceeds --grpo.target_kl."""

@@ -30,10 +30,7 @@ def is_iteration_recorded(run: GrpoRun, iteration: int) -> bool:
 
 
 def remove_episodes(output_dir: Path, first: int) -> None:
-    """Remove the files of iterations from `first` on. Runs on rank 0, before an iteration is played.
-
-    An earlier attempt may have had more processes, whose files would not be replaced.
-    """
+    """Remove the files of iterations from `first` on: an earlier attempt may have had more ranks. Runs on rank 0."""
     for name in contents(output_dir / FOLDER):
         if name.endswith(".jsonl") and int(name.partition("-")[0]) >= first:
             remove(output_dir / FOLDER / name)
@@ -57,11 +54,7 @@ def read_episodes(output_dir: Path) -> Iterator[PlayedEpisode]:
 
 
 def pending_dataset(run: GrpoRun) -> tuple[Path, dict[str, Any]] | None:
-    """Return the folder and description of the dataset to write; None if there is none, or it is written already.
-
-    Raises:
-        ValueError: the folder holds something else.
-    """
+    """Return the folder and description of the dataset to write; None if there is none, or it is written already."""
     if run.options.record_dataset is None:
         return None
     root = Path(run.options.record_dataset)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from lerobot.configs import FeatureType
@@ -24,12 +22,11 @@ from vla_finetuning.envs.configs import (
     longest_episode,
     task_makers,
 )
-from vla_finetuning.envs.initial_states import InitialStates, reserve_last
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.plan.base_policy import check_policy, resolve_policy
-from vla_finetuning.plan.paths import absolute
+from vla_finetuning.plan.paths import with_absolute_paths
 from vla_finetuning.plan.resolve import make_job
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.counting import flops_by_prompt
@@ -65,15 +62,49 @@ UNKNOWN_LENGTH = 300
 
 
 @dataclass(frozen=True)
+class InitialStates:
+    """A task's list of `count` initial states. Episode k begins in state k modulo `count`, as in LeRobot's LIBERO.
+
+    Only evaluation uses the last `reserved` ones; with 0, training and evaluation use all.
+    """
+
+    count: int
+    reserved: int = 0
+
+    @property
+    def trained(self) -> range:
+        return range(self.count - self.reserved)
+
+    @property
+    def evaluated(self) -> range:
+        return range(self.count - self.reserved, self.count) if self.reserved else range(self.count)
+
+    def number(self, states: range, nth: int) -> int:
+        """Return `Episode.episode` of the n-th episode, from 0; episodes cycle through `states`."""
+        turn, place = divmod(nth, len(states))
+        return states[place] + turn * self.count
+
+
+def reserve_last(counts: Mapping[str, int], reserved: int) -> dict[str, InitialStates]:
+    """Reserve the last states of each task. Raises ValueError if a task would have no state for training."""
+    for task, count in counts.items():
+        if reserved >= count:
+            raise ValueError(
+                f"{task} has {count} initial states, and --grpo.reserved_states={reserved} of them are held out of "
+                "training: give fewer; with 0, evaluation is on states that were trained"
+            )
+    return {task: InitialStates(count, reserved) for task, count in counts.items()}
+
+
+@dataclass(frozen=True)
 class Scene:
-    """The environment in which a policy learns.
+    """The environment in which a policy learns; groups rotate through its tasks.
 
     Attributes:
         cameras: the cameras that the policy sees, by its own keys.
-        tasks: the tasks, through which groups rotate.
         longest: maximum number of steps of an episode; None if unknown.
-        states: training and held-out initial states of each task that has a list of them. Initial states of the other
-            tasks are drawn from seeds, which differ between training and evaluation.
+        states: initial states of each task that has a list of them. Those of other tasks are drawn from seeds, which
+            differ between training and evaluation.
     """
 
     env: EnvConfig
@@ -93,20 +124,18 @@ class Scene:
 
     def train_number(self, task: str, nth: int) -> int:
         """Return `Episode.episode` of a task's n-th group, which chooses its initial state."""
-        return self.states[task].train_number(nth) if task in self.states else nth
+        states = self.states.get(task)
+        return nth if states is None else states.number(states.trained, nth)
 
     def eval_number(self, task: str, nth: int) -> int:
         """Return `Episode.episode` of a task's n-th evaluation episode."""
-        return self.states[task].eval_number(nth) if task in self.states else nth
+        states = self.states.get(task)
+        return nth if states is None else states.number(states.evaluated, nth)
 
 
 @dataclass(frozen=True)
 class GrpoRun:
-    """A resolved run of `grpo.py`; its steps are iterations.
-
-    Attributes:
-        demonstrations: rows of a dataset that the policy imitates too; None if there is none.
-    """
+    """A resolved run of `grpo.py`; its steps are iterations. `demonstrations`: rows that the policy imitates too."""
 
     config: GrpoConfig
     job: Job
@@ -138,18 +167,8 @@ def decision_bytes(env: EnvConfig, config: Any, sde: FlowSDE) -> int:
 
 
 def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
-    """Find and check the policy and the environment.
-
-    Raises:
-        ValueError, FileNotFoundError: something is missing or does not fit; the message names the remedy.
-    """
-    config = replace(config, scaling=config.scaling.decided(gpus_found))
-    path = os.path.expanduser(config.policy_path or "")
-    config = replace(
-        config,
-        output_dir=absolute(config.output_dir or ""),
-        policy_path=str(Path(path).absolute()) if Path(path).is_dir() else path,
-    )
+    """Find and check the policy and the environment. Raises ValueError or FileNotFoundError, which name the remedy."""
+    config = with_absolute_paths(replace(config, scaling=config.scaling.decided(gpus_found)))
     env = env_config(config.env_type or "", config.env_options)
     tasks = tuple(task_makers(env))
     states = reserve_last(initial_state_counts(env), config.grpo.reserved_states)
@@ -198,14 +217,10 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
         flops_by_prompt=flops_by_prompt(policy_config, len(cameras), config.train.mode, steps, prompts),
     )
     policy.processors()
-    if config.grpo.record_dataset is not None:
-        config = replace(config, grpo=replace(config.grpo, record_dataset=absolute(config.grpo.record_dataset)))
     identity = {"environment": config.env_type, "env_options": config.env_options, "seed": config.seed, **decided}
     demonstrations = None
     if config.grpo.demonstrations is not None:
-        root = absolute(config.grpo.demonstrations)
-        config = replace(config, grpo=replace(config.grpo, demonstrations=root))
-        demonstrations = resolve_demonstrations(config, root)
+        demonstrations = resolve_demonstrations(config, config.grpo.demonstrations)
         identity["demonstrations"] = demonstrations.identity
     if states:
         identity["reserved"] = {task: list(split.evaluated) if split.reserved else [] for task, split in states.items()}

@@ -2,9 +2,9 @@
 
 The reward is -1 for every frame but an episode's last one, which has 0 after a success and a penalty after a failure.
 Rewards are divided by the number of frames of the task's longest episode. A value is then minus the share of such an
-episode that is still to come. All functions take numpy arrays; their tests have a reference for each.
+episode that is still to come.
 
-Legend: F frames, E episodes, K bins.
+Legend: F frames, in the order of episodes; E episodes. `length`: number of frames of each episode, int (E,).
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import numpy as np
 
 
 def episode_returns(length: np.ndarray, success: np.ndarray, longest: np.ndarray, penalty: float) -> np.ndarray:
-    """Return the return of every frame, in the order of episodes, float32 (F,).
+    """Return the return of every frame, float32 (F,).
 
     Args:
-        length: number of frames of each episode, int (E,).
         success: outcome of each episode, bool (E,).
         longest: frames of the longest episode of each episode's task, int (E,).
         penalty: cost of a failure, in units of `longest`.
@@ -31,10 +30,6 @@ def advantages(returns: np.ndarray, value: np.ndarray, length: np.ndarray, horiz
     """Return the rewards of the next `horizon` frames plus the value after them minus the value now, float32 (F,).
 
     The rewards between two frames are the difference of their returns. After an episode's end the value is 0.
-
-    Args:
-        returns, value: float32 (F,), in the order of episodes.
-        length: number of frames of each episode, int (E,).
     """
     ahead = np.arange(len(returns)) + horizon
     within = ahead < np.repeat(np.cumsum(length), length)
@@ -44,14 +39,10 @@ def advantages(returns: np.ndarray, value: np.ndarray, length: np.ndarray, horiz
 
 
 def label_positive(advantage: np.ndarray, task: np.ndarray, corrected: np.ndarray, positive: float) -> np.ndarray:
-    """Return a mask of the positive frames, bool (F,).
+    """Return a mask of the positive frames, bool (F,), from the advantage and task number of each, and of corrections.
 
     A frame is positive if its advantage is above the (1 - positive) quantile of its task, or if it is a correction.
-
-    Args:
-        advantage: float32 (F,).
-        task: int (F,).
-        corrected: bool (F,); corrections do not count in the quantile.
+    Corrections do not count in the quantile.
     """
     is_positive = corrected.copy()
     for number in np.unique(task):

@@ -72,16 +72,10 @@ class Walk(NamedTuple):
 
 @dataclass(frozen=True)
 class FlowSDE:
-    """The random sampler.
-
-    Attributes:
-        steps: K.
-        noise_level: the `a` of the module's formulas.
-        one: whether only one step of each decision is random and the others follow the ODE.
-    """
+    """The random sampler of K `steps`. With `one`, a single step of each decision is random; others follow the ODE."""
 
     steps: int
-    noise_level: float
+    noise_level: float  # `a` in the module's formulas
     one: bool = False
 
     def draw(self, generators: Sequence[np.random.Generator], shape: tuple[int, int, int]) -> Draws:
@@ -115,10 +109,7 @@ def log_prob(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample(loss: FlowLoss, batch: Batch, sde: FlowSDE, draws: Draws) -> tuple[Tensor, Walk]:
-    """Sample normalised chunks, float32 (B, T, A), and return them with the recorded walk, where E = T.
-
-    Images and language are computed once per decision, for all steps.
-    """
+    """Sample normalised chunks, float32 (B, T, A), and return them with the recorded walk, where E = T."""
     width = draws.noise.shape[-1]
     prefix, times = loss.prefix(loss.images(batch)), sde.times(draws.start.device)
     x, before, after = draws.start, [], []
@@ -134,18 +125,15 @@ def sample(loss: FlowLoss, batch: Batch, sde: FlowSDE, draws: Draws) -> tuple[Te
         after.append(sampled)
         x = torch.cat([sampled, follows[..., width:]], dim=-1)
     step_index = draws.step_numbers[:, :, None, None]
-    recorded = [torch.stack(part, dim=1) for part in (before, after)]
-    recorded = [part.gather(1, step_index.expand(-1, -1, *part.shape[2:])) for part in recorded]
-    return x[..., :width], Walk(recorded[0], recorded[1], draws.step_numbers)
+    stacked = (torch.stack(part, dim=1) for part in (before, after))
+    x_before, x_after = (part.gather(1, step_index.expand(-1, -1, *part.shape[2:])) for part in stacked)
+    return x[..., :width], Walk(x_before, x_after, draws.step_numbers)
 
 
 def score(loss: FlowLoss, batch: Batch, sde: FlowSDE, walk: Walk, prefix: Any = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities (B, S) of recorded steps under the current weights, means (B, S, E, A), stds (B, S).
 
-    Differentiable. All steps of a row share one prefix, as draws of one suffix.
-
-    Args:
-        prefix: result of `loss.prefix` for the batch; None to compute it.
+    Differentiable. All steps of a row share one prefix, the result of `loss.prefix`, as draws of one suffix.
     """
     rows, steps = walk.step_numbers.shape
     executed, width = walk.after.shape[2:]

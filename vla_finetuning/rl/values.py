@@ -1,7 +1,4 @@
-"""Resolve and check a run of `value.py` before Ray starts; after training, write and score the labels of its datasets.
-
-Runs on the driver: `resolve_value` and `describe_value` before Ray, `label_frames` with the trained checkpoint.
-"""
+"""Resolve and check a run of `value.py` before Ray starts; after training, write and score its labels of frames."""
 
 from __future__ import annotations
 
@@ -71,12 +68,9 @@ class ValueRun:
 
 
 def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: Datasets | None = None) -> ValueRun:
-    """Find, read and check everything that the run needs.
+    """Find, read and check everything that the run needs, but `datasets` that `preflight.examine` has found already.
 
-    Args:
-        datasets: the datasets, if `preflight.examine` has found them for these options.
-    Raises:
-        ValueError, FileNotFoundError: something is missing or wrong; the message names the remedy.
+    Raises ValueError or FileNotFoundError, which name the remedy.
     """
     options = config.training()
     if datasets is None:
@@ -94,7 +88,13 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
             f"that {types_that(lambda family: family.flow)} compute of images and language; "
             "give a --policy.path of one of these types"
         )
-    _check_both_outcomes(config, _select_outcomes(success, rows.episodes))
+    outcomes = _select_outcomes(success, rows.episodes)
+    if outcomes.all() or not outcomes.any():
+        raise ValueError(
+            f"--outcome.success={config.outcome.success} (--outcome.threshold={config.outcome.threshold:g}): all "
+            f"{len(outcomes)} episodes {'succeeded' if outcomes.all() else 'failed'}, which leaves nothing to compare; "
+            "add episodes of the other outcome, or correct --outcome.success or --outcome.threshold"
+        )
     if config.eval_steps and not any(map(len, rows.eval_episodes)):
         raise ValueError(
             f"--eval_steps={config.eval_steps}: --dataset.eval_split={config.dataset.eval_split:g} of the episodes of "
@@ -104,8 +104,8 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
     tasks = _task_numbers(rows.metas)
     longest = _longest(rows.metas, rows.episodes, tasks)
     returns = tuple(
-        episode_returns(meta.episode_length, outcomes, longest[task], config.value.failure_penalty)
-        for meta, outcomes, task in zip(rows.metas, success, tasks, strict=True)
+        episode_returns(meta.episode_length, succeeded, longest[task], config.value.failure_penalty)
+        for meta, succeeded, task in zip(rows.metas, success, tasks, strict=True)
     )
     rows = replace(
         rows,
@@ -126,15 +126,6 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
 def _select_outcomes(success: Sequence[np.ndarray], episodes: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenate the outcomes of the chosen episodes of each dataset, bool (E,)."""
     return np.concatenate([outcomes[selected] for outcomes, selected in zip(success, episodes, strict=True)])
-
-
-def _check_both_outcomes(config: ValueConfig, success: np.ndarray) -> None:
-    if success.all() or not success.any():
-        raise ValueError(
-            f"--outcome.success={config.outcome.success} (--outcome.threshold={config.outcome.threshold:g}): all "
-            f"{len(success)} episodes {'succeeded' if success.all() else 'failed'}, which leaves nothing to compare; "
-            "add episodes of the other outcome, or correct --outcome.success or --outcome.threshold"
-        )
 
 
 def _task_numbers(metas: Sequence[DatasetMetadata]) -> tuple[np.ndarray, ...]:
@@ -188,8 +179,7 @@ def describe_value(run: ValueRun) -> str:
 def label_frames(run: ValueRun, training: Run, checkpoint: Path) -> str:
     """Compute the values of all frames with a checkpoint, write their labels, and return a summary as text.
 
-    Args:
-        training: `run.training` with its computed statistics.
+    `training` is `run.training` with its computed statistics.
     """
     rows, v = training.rows, run.config.value
     length = np.concatenate([meta.episode_length for meta in rows.metas])
@@ -223,10 +213,7 @@ def label_frames(run: ValueRun, training: Run, checkpoint: Path) -> str:
 def show_episodes(run: ValueRun, columns: Mapping[str, np.ndarray], folder: Path) -> list[dict[str, Any]]:
     """Return the values of some episodes of each outcome, and write strips of their frames to `folder`/films.
 
-    Held-out episodes come first.
-
-    Args:
-        columns: (F,) each, in the order of the run's episodes.
+    Held-out episodes come first. `columns` are in the order of the run's episodes, (F,) each.
     """
     rows = run.training.rows
     (folder / FILMS).mkdir(parents=True, exist_ok=True)
@@ -270,14 +257,12 @@ def score_labels(columns: Mapping[str, np.ndarray], to_come: np.ndarray, horizon
 
     An advantage whose horizon reaches the episode's end contains the outcome; such frames are left out of `auroc`.
 
+    `auroc` is of the negative advantage for failed episodes, `auroc_last` of the negative value in last frames. Both
+    have `_held_out`, with interval `_low` to `_high`, and `_in_sample`; None if an outcome is missing.
+
     Args:
         columns: (F,) each, as in the file of labels, and `held_out`.
         to_come: number of later frames of the episode, int (F,).
-    Returns:
-        `positive`, `positive_of_successes` and `positive_of_failures`: shares of frames. `auroc` of the negative
-        advantage for failed episodes, over frames at least `horizon` before the end. `auroc_last` of the negative
-        value, over last frames. Both have `_held_out`, with interval `_low` to `_high`, and `_in_sample`; None if an
-        outcome is missing.
     """
     failed, held_out = ~columns["success"], columns["held_out"]
     episode = np.cumsum(to_come == 0) - (to_come == 0)

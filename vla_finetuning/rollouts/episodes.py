@@ -29,7 +29,6 @@ class Condition:
     """How an episode is played.
 
     Attributes:
-        policy: name of the policy that decides.
         instructions: replacement for each instruction; an instruction without an entry stays.
         blindfolded: whether the policy sees black images.
         delay: environment steps while a chunk is computed (`Player.act_late`); None: the environment waits.
@@ -43,14 +42,10 @@ class Condition:
 
 @dataclass(frozen=True)
 class Episode:
-    """An episode to play.
+    """An episode to play, under the condition of a name, with the seed of its environment.
 
-    Attributes:
-        condition: name of one of the evaluation's conditions.
-        task: name of the task.
-        episode: number of the episode; modulo the length of the environment's list of initial states, if it has one,
-            the index of its initial state, as in `lerobot-eval`.
-        seed: seed of the environment.
+    `episode` is its number: modulo the length of the environment's list of initial states, if it has one, the index of
+    its initial state, as in `lerobot-eval`.
     """
 
     condition: str
@@ -75,11 +70,9 @@ class LeftOver:
 
 @dataclass(eq=False)
 class Playing:
-    """A running episode.
+    """A running episode, with its index in the list of episodes.
 
     Attributes:
-        number: index in the list of episodes.
-        episode: the episode.
         chunks: chunks to execute so far, (T, A) each; a restarted episode replays them.
         failures: number of processes that failed while they held the episode.
         bootstraps: whether the policy also decides for the state at the time limit; this decision is not executed.
@@ -103,10 +96,9 @@ class Playing:
 
 @dataclass(frozen=True)
 class Ended:
-    """A finished episode.
+    """A finished episode, by its index in the list of episodes.
 
     Attributes:
-        number: index in the list of episodes.
         instruction: the environment's instruction; the policy may get another one.
         success_once, success_at_end, success_at_reset: values of `info["is_success"]`.
         info: strings, numbers and booleans of the last step's info.
@@ -114,29 +106,23 @@ class Ended:
         rewards: sum of the rewards of each decision.
         success_decision: index of the first successful decision, or None.
         truncated: whether the time limit ended the episode.
+        error: the last failure of an episode that failed ATTEMPTS times; all else is then None.
     """
 
     number: int
-    instruction: str
-    success_once: bool
-    success_at_end: bool
-    success_at_reset: bool
-    steps: int
-    total_reward: float
-    initial_state: str
-    info: dict[str, Any]
-    final_state: str = ""
-    rewards: tuple[float, ...] = ()
+    instruction: str | None = None
+    success_once: bool | None = None
+    success_at_end: bool | None = None
+    success_at_reset: bool | None = None
+    steps: int | None = None
+    total_reward: float | None = None
+    initial_state: str | None = None
+    info: dict[str, Any] | None = None
+    final_state: str | None = None
+    rewards: tuple[float, ...] | None = None
     success_decision: int | None = None
-    truncated: bool = False
-
-
-@dataclass(frozen=True)
-class Failed:
-    """An episode whose environment failed ATTEMPTS times; `error` is the last failure."""
-
-    number: int
-    error: str
+    truncated: bool | None = None
+    error: str | None = None
 
 
 def episode_list(
@@ -148,12 +134,8 @@ def episode_list(
 ) -> list[Episode]:
     """Return `count` episodes of each task, equal for all conditions.
 
-    Args:
-        conditions: names of the conditions.
-        tasks: names of the tasks.
-        count: episodes per task.
-        seed: seed of a task's first episode; the others count up, as in `lerobot-eval`.
-        number: function from a task and an index to `Episode.episode`.
+    A task's first episode has `seed`, and the others count up, as in `lerobot-eval`; `number` returns
+    `Episode.episode` of a task and an index.
     """
     names = list(conditions)
     return [Episode(name, task, number(task, i), seed + i) for task in tasks for i in range(count) for name in names]
@@ -169,16 +151,11 @@ def generator(seed: int, task: str, episode: int, decision: int) -> np.random.Ge
     return np.random.default_rng([seed, zlib.crc32(task.encode()), episode, decision])
 
 
-def line_of(
-    episode: Episode, ended: Ended | None, error: str | None, decisions: int, texts: Sequence[str] = ()
-) -> Line:
-    """Return an episode's line, with `texts` if the policy wrote any.
-
-    The line of an unfinished episode has an `error` and null for all unknown values.
-    """
-    outcome = asdict(ended) if ended is not None else dict.fromkeys(Ended.__dataclass_fields__)
-    outcome.pop("number")
-    written = {"texts": list(texts)} if texts else {}
+def line_of(episode: Episode, ended: Ended, decisions: int, texts: Sequence[str] = ()) -> Line:
+    """Return an episode's line, with `texts` if the policy wrote any."""
+    outcome = asdict(ended)
+    del outcome["number"]
+    error, written = outcome.pop("error"), {"texts": list(texts)} if texts else {}
     return {**asdict(episode), **outcome, "decisions": decisions, **written, "error": error}
 
 

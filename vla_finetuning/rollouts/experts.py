@@ -18,7 +18,7 @@ from vla_finetuning.columns import SUBTASK
 from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, is_own, task_makers
 from vla_finetuning.envs.protocol import Maker, choose_initial_state
 from vla_finetuning.options.programs import RecordConfig
-from vla_finetuning.rollouts.recording import SHARE_EPISODES, DatasetForm, Frame, record_dataset
+from vla_finetuning.rollouts.recording import DatasetForm, Frame, record_dataset
 
 # Environments with scripted experts (`expert_action`), and their default options. Those of Meta-World are the usual
 # image size of policies and the fastest rendering.
@@ -31,11 +31,7 @@ DEFAULTS = {
 def play_expert(config: EnvConfig, first_seed: int, env: gymnasium.Env[Any, Any], seed: int) -> list[Frame] | None:
     """Play an episode; return its frames, each with the action that followed, or None if it did not succeed.
 
-    Args:
-        config: configuration of the environment.
-        first_seed: seed of the episode that starts in the first of the environment's initial states, if it has a list.
-        env: environment of the episode's task.
-        seed: seed of the episode.
+    The episode of `first_seed` starts in the first of the environment's initial states, if it has a list.
     """
     names = {key: config.features_map[key] for key in config.features}
     choose_initial_state(env, seed - first_seed)
@@ -94,12 +90,11 @@ def _has_expert(config: EnvConfig) -> bool:
 def record(recording: Recording) -> str:
     """Record on the cluster that this process has joined; return a summary. Raises as `record_dataset`."""
     config, env, makers, root = recording.config, recording.env, recording.makers, recording.root
-    seeds = range(config.seed, config.seed + config.episodes)
-    shares = list(itertools.batched(itertools.product(makers, seeds), SHARE_EPISODES))
+    episodes = list(itertools.product(makers, range(config.seed, config.seed + config.episodes)))
 
-    def failures(written: list[list[bool]]) -> dict[str, list[int]]:
+    def failures(written: list[bool]) -> dict[str, list[int]]:
         failed: dict[str, list[int]] = {task: [] for task in makers}
-        for (task, seed), success in zip(itertools.product(makers, seeds), itertools.chain(*written), strict=True):
+        for (task, seed), success in zip(episodes, written, strict=True):
             failed[task] += [] if success else [seed]
         return failed
 
@@ -108,7 +103,7 @@ def record(recording: Recording) -> str:
     play = partial(play_expert, env, config.seed)
     nothing = f"the experts of {', '.join(makers)} succeeded in no episode"
     written = record_dataset(
-        root, makers, play, shares, form, lambda flags: {**about, "failed": failures(flags)}, nothing
+        root, makers, play, episodes, form, lambda flags: {**about, "failed": failures(flags)}, nothing
     )
     lines = [
         f"{'Recorded' if i == 0 else '':12} {config.episodes - len(seeds)} of {config.episodes}  {task}"

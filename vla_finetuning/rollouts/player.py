@@ -111,7 +111,6 @@ class PolicySource(Acting):
         folder: a LeRobot pretrained folder.
         config: configuration of the policy; `n_action_steps` actions of a chunk are executed.
         processors: preprocessor and postprocessor; None: those of the folder.
-        device: name of the torch device.
         weights: weights in the object store; None: those of the folder.
     """
 
@@ -202,10 +201,7 @@ class Player:
     def __call__(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:
         """Return the actions to execute, float32 (N, n_action_steps, A), in the environment's units.
 
-        Args:
-            observation: N rows in the form of gymnasium's vector environments.
-            instructions: instruction of each row.
-            keys: key of each row's random numbers.
+        `observation` is N rows in the form of gymnasium's vector environments.
         """
         if self._has_own_draws and len(keys) > 1:
             # The policy has one generator for a whole batch, so predict each row alone, preprocessing included:
@@ -231,9 +227,8 @@ class Player:
         `delay` actions of that chunk, like LeRobot's engine.
 
         Args:
-            observation, instructions, keys: as for `__call__`.
-            delay: steps from an observation to the arrival of its chunk.
             left: rest of each row's last chunk; None: the chunks are the first ones.
+
         Returns:
             Actions in the environment's units, float32 (n_action_steps, A) per row, and the rest of each row's chunk.
         """
@@ -348,11 +343,7 @@ class Player:
     ) -> dict[str, Any]:
         """Return the policy's input batch for N rows, on its device.
 
-        Args:
-            observation: N rows in the form of gymnasium's vector environments.
-            instructions: instruction of each row.
-            words: suffix of all instructions.
-            texts: text of each row to add to its prompt (`text_targets`).
+        `words` end all instructions; `texts` (`text_targets`) are added to the prompt of each row.
         """
         rename_map = self._acting.rename_map
         with remote_code(self._acting.trusted), torch.no_grad():
@@ -524,13 +515,9 @@ def check_acts(config: PreTrainedConfig) -> None:
 
 
 def robot_shown(env: EnvConfig, robots: Mapping[str, tuple[PreTrainedConfig, Mapping[str, str]]]) -> str:
-    """Return the name of the robot whose policy fits an environment.
+    """Return the name of the robot whose policy fits an environment. Raises ValueError if none does, or several do.
 
-    Args:
-        env: configuration of the environment.
-        robots: policy configuration and rename map (environment key to policy key) of each robot, by name.
-    Raises:
-        ValueError: no robot fits, or several do.
+    `robots` are policy configuration and rename map (environment key to policy key) of each robot, by name.
     """
     refused = {}
     for name, (config, rename_map) in robots.items():
@@ -554,14 +541,12 @@ def check_fits(
 ) -> None:
     """Refuse a policy that cannot play an environment, before anything starts.
 
+    Raises ValueError, which names the features on both sides and the flag to give.
+
     Args:
-        config: configuration of the policy.
-        env: configuration of the environment.
         rename_map: environment key to policy key.
         trained: shapes of the training data by the policy's keys, if known. The configuration alone may have a padded
             state, and cameras that were masked in training.
-    Raises:
-        ValueError: names the features on both sides and the flag to give.
     """
     check_acts(config)
     family = family_of(config)

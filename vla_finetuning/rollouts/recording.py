@@ -44,7 +44,7 @@ SHARE_EPISODES = 10
 Frame = dict[str, Any]
 # Plays an episode in an environment of its task and returns its frames, or None to skip the episode.
 Play = Callable[[gymnasium.Env[Any, Any], Any], Iterable[Frame] | None]
-# Episodes that one task writes: the environment's task and the argument of `Play`.
+# Episodes: the environment's task and the argument of `Play`.
 Share = Sequence[tuple[str, Any]]
 
 
@@ -62,8 +62,7 @@ def write_share(
 ) -> tuple[list[bool], list[str]]:
     """Write the episodes of a share as a dataset in `folder`, which is emptied first. Runs in a Ray task.
 
-    Returns:
-        Whether each episode was written, and the reasons for episodes that do not repeat or raised.
+    Returns whether each episode was written, and the reasons for episodes that do not repeat or raised.
     """
     choose_gl()
     shutil.rmtree(folder, ignore_errors=True)
@@ -135,28 +134,20 @@ def record_dataset(
     root: Path,
     makers: Mapping[str, Maker],
     play: Play,
-    shares: Sequence[Share],
+    episodes: Share,
     form: DatasetForm,
-    about: Callable[[list[list[bool]]], Mapping[str, Any]],
+    about: Callable[[list[bool]], Mapping[str, Any]],
     nothing: str,
-) -> list[list[bool]]:
-    """Write episodes as a dataset, which appears at `root` complete or not at all.
+) -> list[bool]:
+    """Write episodes as a dataset, which appears at `root` complete or not at all. Runs on the driver, on a cluster.
 
-    Runs on the driver, joined to a cluster.
+    Returns whether each episode was written; raises ValueError, with the message `nothing`, if none was.
 
     Args:
         root: folder of the dataset; absent or empty.
-        makers: makers of environments, by task.
-        play: function that plays an episode.
-        shares: episodes of each Ray task.
-        form: name and frame rate of the dataset.
         about: function from the returned flags to the content of environment.json.
-        nothing: error message if no episode is written.
-    Returns:
-        Whether each episode of each share was written.
-    Raises:
-        ValueError: no episode was written.
     """
+    shares = list(itertools.batched(episodes, SHARE_EPISODES))
     partial_folder = root.parent / f".{root.name}.{os.getpid()}.partial"
     folders = [partial_folder / str(number) for number in range(len(shares))]
     task: Any = ray.remote(write_share).options(num_cpus=1)
@@ -170,16 +161,16 @@ def record_dataset(
             (ready,), running = ray.wait(running)
             ray.get(ready)
             print_safe(f"{len(shares) - len(running)} of {len(shares)} parts of {root.name} written")
-        written, reasons = zip(*ray.get(pending), strict=True)
-        full = [folder for folder, flags in zip(folders, written, strict=True) if any(flags)]
-        left_out = [reason for some in reasons for reason in some]
+        by_share, reasons = zip(*ray.get(pending), strict=True)
+        full = [folder for folder, flags in zip(folders, by_share, strict=True) if any(flags)]
+        written, left_out = (list(itertools.chain(*parts)) for parts in (by_share, reasons))
         if not full:
             raise ValueError(f"{nothing}: nothing is written{f'; {left_out[0]}' if left_out else ''}")
         if left_out:
             print_safe(f"left out     {len(left_out)} episodes, e.g. of {left_out[0]}")
         merged = partial_folder / "dataset"
         merge_datasets(form.repo_id, full, merged)
-        write_json(merged / "meta" / ENVIRONMENT_NAME, about(list(written)))
+        write_json(merged / "meta" / ENVIRONMENT_NAME, about(written))
         merged.rename(root)  # absent, or an empty folder
     except BaseException:
         for ref in running:
@@ -187,7 +178,7 @@ def record_dataset(
         raise
     finally:
         shutil.rmtree(partial_folder, ignore_errors=True)
-    return list(written)
+    return written
 
 
 # ---- episodes that a policy has played ------------------------------------------------------------------------------
@@ -224,21 +215,16 @@ def is_recorded(root: Path, about: Mapping[str, Any], flag: str = "--eval.record
 def record_played(
     root: Path, makers: Mapping[str, Maker], eyes: Eyes, episodes: Sequence[PlayedEpisode], about: Mapping[str, Any]
 ) -> None:
-    """Write a policy's episodes as a dataset and print a summary. Runs on the driver, joined to a cluster.
+    """Write a policy's finished episodes as a dataset in `root`, which is absent or empty, and print a summary.
 
-    Args:
-        root: folder of the dataset; absent or empty.
-        makers: makers of environments, by task.
-        eyes: converter of observations.
-        episodes: finished episodes.
-        about: identity of the evaluation, as JSON.
+    `about` is the identity of the evaluation, as JSON. Runs on the driver, joined to a cluster.
     """
-    shares = list(itertools.batched(((line["task"], (line, actions)) for line, actions in episodes), SHARE_EPISODES))
+    played = [(line["task"], (line, actions)) for line, actions in episodes]
     form = DatasetForm(REPO_ID, eyes.env.fps, eyes.env.type)
     facts = {"drawn": how_drawn(eyes.env), "evaluation": about}
     nothing = "no episode ended again, from its actions, in the state in which it had ended"
-    written = record_dataset(root, makers, partial(replay_frames, eyes), shares, form, lambda _: facts, nothing)
-    lines = [line for (line, _), is_written in zip(episodes, itertools.chain(*written), strict=True) if is_written]
+    written = record_dataset(root, makers, partial(replay_frames, eyes), played, form, lambda _: facts, nothing)
+    lines = [line for (line, _), is_written in zip(episodes, written, strict=True) if is_written]
     succeeded, left_out = sum(line["success_once"] for line in lines), len(episodes) - len(lines)
     besides = f"; {left_out} left out, which do not repeat: their environment is not deterministic" if left_out else ""
     print_safe(f"Dataset      {root}: {len(lines)} episodes, {succeeded} succeeded{besides}")

@@ -32,13 +32,7 @@ MAX_FRAMES, MAX_WIDTH, QUALITY, PAUSE_MS = 60, 240, 70, 1200
 def film(make: Maker, line: Mapping[str, Any], actions: np.ndarray) -> bytes:
     """Replay an episode as an animated WebP of the environment's own view, in real time. Runs in a Ray task.
 
-    WebP is the smallest format for rendered scenes that browsers play.
-
-    Args:
-        make: maker of the task's environment.
-        line, actions: as for `play_again`.
-    Raises:
-        NotRepeatedError: as `play_again`.
+    WebP is the smallest format for rendered scenes that browsers play. Raises as `play_again`.
     """
     choose_gl()
     every = max(1, -(-len(actions) // (MAX_FRAMES - 1)))
@@ -78,15 +72,10 @@ def play_again(
     actions: np.ndarray,
     renders: Callable[[int], bool] = lambda number: True,
 ) -> Iterator[Moment]:
-    """Replay an episode; yield the moment after the reset and after each action.
+    """Replay the episode of a line from its executed actions, (steps, A); yield the moment after the reset and each.
 
-    Args:
-        env: environment of the episode's task.
-        line: the episode's line.
-        actions: all executed actions, (steps, A).
-        renders: function from a number of actions to whether to render after them.
-    Raises:
-        NotRepeatedError: the replay starts or ends in another state than the line says, or the environment raises.
+    `renders` says after which numbers of actions to render. Raises NotRepeatedError if the replay starts or ends in
+    another state than the line says, or the environment raises.
     """
     look_on_demand(env, True)
     choose_initial_state(env, line["episode"])
@@ -145,9 +134,8 @@ def make_films(
     """Write films of episodes into `folder`/films for a report. Runs on the driver, joined to a cluster.
 
     Args:
-        folder: folder of the run or evaluation.
-        makers: makers of environments, by task.
         chosen: title, line and actions of each episode.
+
     Returns:
         One dict per episode: `{"title", "file", "instruction", "seed", "success", "steps", "texts": texts of the
         policy, "problem": why there is no file}`.
@@ -167,7 +155,7 @@ def make_films(
                 (folder / FILMS / file).write_bytes(ray.get(film_task))
             except Exception as error:  # an environment may raise anything
                 problem = root_cause(error)
-        shown = {key: line[key] for key in ("instruction", "seed", "steps")} | {"success": line["success_once"]}
-        shown["texts"] = line.get("texts", [])
+        shown = {key: line[key] for key in ("instruction", "seed", "steps")}
+        shown |= {"success": line["success_once"], "texts": line.get("texts", [])}
         films.append({"title": title, "file": None if problem else file, "problem": problem, **shown})
     return films

@@ -22,7 +22,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.envs.protocol import Maker, Observation, concatenate
-from vla_finetuning.rollouts.episodes import ATTEMPTS, Ended, Episode, Failed, Line, Playing, line_of
+from vla_finetuning.rollouts.episodes import ATTEMPTS, Ended, Episode, Line, Playing, line_of
 from vla_finetuning.rollouts.stage import Decision, Stage
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import print_safe
@@ -50,12 +50,10 @@ class Seat:
     """A stage and its state in the scheduler.
 
     Attributes:
-        stage: actor handle of the stage.
         call: references to the pending results of `Stage.advance`; None if no call is pending.
         started: whether the stage has answered.
         worked: whether the stage has had an episode since the last `take_seconds`.
         queue: episodes that the stage may begin; shared by all seats unless the policy is local.
-        playing: episodes that the stage is running.
         assigned: episodes that the stage may begin in the pending call.
         decisions: pending decisions of `playing`, in the same order.
         seen: observation of the pending decisions, or a reference to it.
@@ -120,14 +118,7 @@ class InTurn(Policy):
 
 
 class Scheduler:
-    """A pool of stages that plays lists of episodes. The constructor starts the stages.
-
-    Args:
-        makers, step_limit_s: as for `Stage`.
-        stages: number of stages.
-        slots: environments per stage.
-        cpus: CPUs per stage.
-    """
+    """A pool of stages that plays lists of episodes. The constructor starts the stages, of so many slots and CPUs."""
 
     def __init__(
         self, makers: Mapping[str, Maker], *, stages: int, slots: int, cpus: float, step_limit_s: float
@@ -160,14 +151,10 @@ class Scheduler:
         stopped: Callable[[], bool] | None = None,
         bootstraps: bool = False,
     ) -> None:
-        """Play all episodes.
+        """Play all episodes, and call `on_end` for each in order of completion.
 
-        Args:
-            episodes: episodes by number.
-            policy: policy that decides.
-            on_end: callback for each finished episode, in order of completion.
-            stopped: function that is polled about every second; True abandons all running episodes.
-            bootstraps: as `Playing.bootstraps`.
+        `stopped` is polled about every second; True abandons all running episodes.
+
         Raises:
             NoCapacityError: no policy server, or no stage, has started for CAPACITY_TIMEOUT_S.
             RuntimeError: stages fail, and no episode has ever ended.
@@ -260,8 +247,7 @@ class Scheduler:
         seat.started, self._any_ended = True, self._any_ended or bool(ended)
         remaining = {playing.number: playing for playing in (*seat.playing, *seat.assigned)}
         for over in ended:
-            failed = isinstance(over, Failed)
-            self._finish(remaining.pop(over.number), None if failed else over, over.error if failed else None)
+            self._finish(remaining.pop(over.number), over)
         seat.playing, seat.assigned = [remaining.pop(decision.number) for decision in seat.decisions], []
         seat.queue.extendleft(reversed(remaining.values()))
         seat.since = time.monotonic() if seat.playing else None
@@ -280,17 +266,17 @@ class Scheduler:
         for playing in reversed(lost):
             playing.failures += 1
             if playing.failures == ATTEMPTS:
-                self._finish(playing, None, why)
+                self._finish(playing, Ended(playing.number, error=why))
             elif playing.is_suspect:
                 seat.queue.append(playing)
             else:
                 seat.queue.appendleft(playing)
         self._make_stage(seat)
 
-    def _finish(self, playing: Playing, ended: Ended | None, error: str | None = None) -> None:
+    def _finish(self, playing: Playing, ended: Ended) -> None:
         self._left.discard(playing.number)
-        line = line_of(playing.episode, ended, error, len(playing.chunks), playing.texts)
-        self._on_end(playing.number, line, None if ended is None else np.concatenate(playing.chunks)[: ended.steps])
+        line = line_of(playing.episode, ended, len(playing.chunks), playing.texts)
+        self._on_end(playing.number, line, None if ended.error else np.concatenate(playing.chunks)[: ended.steps])
 
     def _check_capacity(self) -> None:
         """Print the missing resources while nothing but a wait for capacity happens; raise after a limit."""
@@ -307,10 +293,9 @@ class Scheduler:
             self._reported = True
             # Ray does not tell a process that waits for CPUs from one that has them and imports its modules.
             if missing := self._describe_missing():
-                why = (
-                    f"{missing}, unless they are held by processes of this program that a busy machine is slow to start"
-                )
-                print_safe(f"waiting      for capacity, at most {CAPACITY_TIMEOUT_S:g} s: {why}", file=sys.stderr)
+                unless = "unless they are held by processes of this program that a busy machine is slow to start"
+                limit = f"at most {CAPACITY_TIMEOUT_S:g} s"
+                print_safe(f"waiting      for capacity, {limit}: {missing}, {unless}", file=sys.stderr)
 
     def _describe_missing(self) -> str | None:
         """Describe the resources that the next process waits for; None if the cluster has them free."""

@@ -52,14 +52,10 @@ class Row:
 
 
 class PolicyServer:
-    """A Ray actor with the policies of an evaluation.
+    """A Ray actor with the policies of an evaluation, by the names in `Condition.policy`.
 
-    Args:
-        sources: policies by the names in `Condition.policy`.
-        batch_size: most rows of a forward.
-        exact: fill each batch up to batch_size by repeating its last row, so that rounding does not depend on how many
-            rows there are.
-        threads: CPU threads.
+    With `exact`, each batch is filled up to `batch_size` by repeating its last row, so that rounding does not depend on
+    how many rows there are.
     """
 
     def __init__(self, sources: Mapping[str, PolicySource], batch_size: int, exact: bool, threads: int = 1) -> None:
@@ -75,11 +71,7 @@ class PolicyServer:
     def act(
         self, rows: Sequence[Row], *observations: Observation
     ) -> tuple[list[np.ndarray], list[LeftOver | None], list[str | None]]:
-        """Decide for all rows, in the order of the concatenated observations.
-
-        Returns:
-            Actions (T, A), the rest of a late chunk, and the policy's text, of each row.
-        """
+        """Return the actions (T, A), the rest of a late chunk, and the policy's text of each row, in their order."""
         self.load()
         seen = _blackened(concatenate(observations), rows)
         chunks: dict[int, np.ndarray] = {}
@@ -215,14 +207,10 @@ class PolicyServers(Policy):
 
 @dataclass(frozen=True)
 class Processes:
-    """Numbers of processes of an evaluation.
+    """Numbers of policy servers and stages, of the CPU threads of a server, and of the episodes of a stage at once.
 
-    Attributes:
-        servers: policy servers.
-        stages: stages.
-        threads: CPU threads of a server.
-        slots: episodes of a stage at once. While each server decides for a batch, another batch is simulated; more
-            would only take memory, 155 MB for an environment of Meta-World.
+    While each server decides for a batch, another batch is simulated; more would only take memory, 155 MB for an
+    environment of Meta-World.
     """
 
     servers: int
@@ -263,16 +251,12 @@ def play(
     """Play the episodes of a list. Runs on the driver, joined to a cluster, and ends its processes in any case.
 
     Args:
-        episodes: episodes to play.
-        conditions: conditions by the names in `Episode.condition`.
-        sources: policies by the names in `Condition.policy`.
-        makers: makers of environments, by task.
-        options: numbers of processes and the batch size.
+        conditions, sources, makers: by the names in `Episode.condition`, `Condition.policy` and `Episode.task`.
         seed: seed of the policy's noise; environments have their own.
-        use_gpu: whether each policy server has a GPU.
         on_end: callback for each finished episode, in order of completion: its line (`episodes.line_of`) and its
             executed actions, (steps, A), None after an error.
         stopped: as for `Scheduler.play`.
+
     Raises:
         ValueError, OSError: a policy cannot be loaded, or cannot use the observations.
         RuntimeError: as `Scheduler.play`; or too many policy servers died.

@@ -29,7 +29,7 @@ from vla_finetuning.envs.protocol import (
     stack,
     state_hash,
 )
-from vla_finetuning.rollouts.episodes import ATTEMPTS, Ended, Failed, Playing
+from vla_finetuning.rollouts.episodes import ATTEMPTS, Ended, Playing
 
 # Time limit of making an environment. Some load gigabytes of meshes and compile them.
 MAKE_LIMIT_S = 900.0
@@ -45,13 +45,10 @@ class Decision:
 
 
 class Stage:
-    """Environments of several tasks, and the episodes that run in them.
+    """Environments of several tasks, and the episodes that run in them, one in each of `slots`.
 
-    Args:
-        makers: makers of environments, by task. The constructor makes the first one, to fail early.
-        slots: episodes at once. A slot has one environment, of the task of its last episode.
-        step_limit_s: seconds of a step, or of a reset but an environment's first, after which the process ends; Python
-            cannot interrupt a native call that hangs.
+    The constructor makes the first task's environment, to fail early. After a step of `step_limit_s` seconds, or such a
+    reset but an environment's first, the process ends; Python cannot interrupt a native call that hangs.
     """
 
     def __init__(self, makers: Mapping[str, Maker], slots: int, step_limit_s: float) -> None:
@@ -63,7 +60,7 @@ class Stage:
 
     def advance(
         self, begin: Sequence[Playing], chunks: Sequence[np.ndarray] | None = None
-    ) -> tuple[tuple[list[Ended | Failed], list[Decision]], Observation | None]:
+    ) -> tuple[tuple[list[Ended], list[Decision]], Observation | None]:
         """Execute a chunk in each waiting episode, and begin episodes in free slots.
 
         An episode whose environment raises is restarted in a new environment, up to ATTEMPTS times.
@@ -71,11 +68,12 @@ class Stage:
         Args:
             begin: episodes to begin, those with chunks first; the rest is ignored when no slot is free.
             chunks: a chunk, float (T, A), for each decision of the last call; None if there were none.
+
         Returns:
             The finished episodes and the pending decisions; and the stacked observations of the decisions.
         """
         started = time.perf_counter()
-        ended, to_begin = list[Ended | Failed](), list(begin)
+        ended, to_begin = list[Ended](), list(begin)
         for slot, chunk in zip(self._waiting, () if chunks is None else chunks, strict=True):
             slot.execute(chunk)
         # Begin restarted episodes before finished ones free their slots, so that their order is kept.
@@ -108,7 +106,7 @@ class _Slot:
     def __init__(self, makers: Mapping[str, Maker], step_limit_s: float) -> None:
         self._makers, self._step_limit_s = makers, step_limit_s
         self._task: str | None = None
-        self._failed: Failed | None = None
+        self._failed: Ended | None = None
         self.free, self.over = True, False
 
     def make(self, task: str) -> None:
@@ -140,7 +138,7 @@ class _Slot:
             except Exception as error:  # an environment may raise anything, which ends its episode alone
                 self._drop_env()
                 if last:
-                    self._failed = Failed(self._playing.number, f"{type(error).__name__}: {error}")
+                    self._failed = Ended(self._playing.number, error=f"{type(error).__name__}: {error}")
                     self.free, self.over = False, True
             play = self._begin
 
@@ -208,10 +206,10 @@ class _Slot:
         self._rewards.append(0.0)
         return Decision(self._number, len(self._rewards) - 1, self._instruction)
 
-    def pop_result(self) -> Ended | Failed:
+    def pop_result(self) -> Ended:
         self.free, self.over = True, False
-        if (failed := self._failed) is not None:
-            self._failed = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
             return failed
         can_tell = self._env.has_wrapper_attr("state_hash") or shows_state(self._env)
         # The decision after a time limit has no reward.

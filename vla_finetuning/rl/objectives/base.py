@@ -25,10 +25,7 @@ SUMS = ("rows", "loss", "kl", "clipped", "ratio_off", "kl_start", "value_loss")
 
 
 class Objective(nn.Module):
-    """The loss of a micro-batch of decisions, as a sum over its rows.
-
-    A subclass implements `select_episodes`, `prepare`, `forward` and `describe`, and is the METHOD of a module of this
-    package.
+    """The loss of a micro-batch of decisions, as a sum over its rows. A subclass is the METHOD of a module.
 
     Attributes:
         scores: whether decisions are scored before the first update; the plan counts this.
@@ -67,12 +64,10 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def forward(self, batch: Batch, noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
-        """Return the sum of the rows' losses, 0-d.
+        """Return the sum of the rows' losses, 0-d; `noise` and `time` are unused.
 
-        Args:
-            batch: B rows: images and language as `FlowLoss` takes them, `weight` float32 (B,), which is 0 for rows that
-                fill up, and the inputs that `prepare` added.
-            noise, time: unused; random numbers are in the batch.
+        A batch has images and language as `FlowLoss` takes them, `weight` float32 (B,), which is 0 for rows that fill
+        up, and the inputs that `prepare` added, with all random numbers.
         """
         raise NotImplementedError
 
@@ -90,10 +85,7 @@ class Objective(nn.Module):
 
 
 def sum_means(sums: Tensor) -> dict[str, float]:
-    """Return the means over rows of `Objective.sums`, of one rank or of all, (ranks, len(SUMS)), by their names.
-
-    Reads values from the device.
-    """
+    """Return the means over rows of `Objective.sums` of all ranks, (ranks, len(SUMS)), by name. Reads the device."""
     ranks = cast("list[list[float]]", sums.reshape(-1, len(SUMS)).tolist())
     columns = dict(zip(SUMS, zip(*ranks, strict=True), strict=True))
     rows, ratio_off = max(sum(columns.pop("rows")), 1e-9), max(columns["ratio_off"])

@@ -20,9 +20,7 @@ from vla_finetuning.rl.sampler import Walk, score
 def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None) -> tuple[Tensor, Tensor]:
     """Return PPO's loss -min(r A, clip(r) A), and a mask of the entries without gradient because r was clipped.
 
-    Args:
-        low, high: r is clipped to [1 - low, 1 + high].
-        dual: bound of the loss for A < 0, as -dual A (dual clip, arXiv 1912.09729); None for no bound.
+    r is clipped to [1 - low, 1 + high]. For A < 0, -dual A bounds the loss (dual clip, arXiv 1912.09729), unless None.
     """
     plain, bounded = -ratio * advantage, -ratio.clamp(1.0 - low, 1.0 + high) * advantage
     is_clipped = bounded > plain
@@ -80,19 +78,13 @@ class GRPO(Objective):
 
     def score_rollouts(self, rollouts: RolloutBatch, start: Objective | None) -> None:
         """Add log-probabilities, in the micro-batches of the first pass, so that the first ratio is exactly 1."""
-        # A rank without decisions needs the columns too, for its row of weight zero.
-        for name, shape in self.row_shapes(rollouts.columns, start).items():
-            rollouts.values[name] = torch.zeros(rollouts.rows, *shape)
         with torch.no_grad(), rollouts.computing():
             for rows, batch in rollouts.first_pass():
                 prefix = self.loss.prefix(self.loss.images(batch))
                 for name, value in self.score_rows(batch, prefix, start).items():
-                    rollouts.values[name][rows] = value.cpu()
-
-    def row_shapes(self, columns: Batch, start: Objective | None) -> dict[str, tuple[int, ...]]:
-        """Return the shape of one row of each result of `score_rows`."""
-        shapes = {"old": tuple(columns["step_numbers"].shape[1:]) if columns else (0,)}
-        return shapes | ({"start_mean": tuple(columns["after"].shape[1:])} if start is not None and columns else {})
+                    # The values of a micro-batch without rows have a shape, and go nowhere.
+                    values = rollouts.values.setdefault(name, torch.zeros(rollouts.rows, *value.shape[1:]))
+                    values[rows] = value[: len(rows)].to(values)
 
     def score_rows(self, batch: Batch, prefix: Any, start: Objective | None) -> dict[str, Tensor]:
         """Return the values before the first update that `forward` compares with, by name."""

@@ -56,9 +56,6 @@ class PPO(GRPO):
         if rollouts.rows:  # the same on all ranks
             self.estimate_advantages(rollouts, group, self.values_after(rollouts, group))
 
-    def row_shapes(self, columns: Batch, start: Objective | None) -> dict[str, tuple[int, ...]]:
-        return super().row_shapes(columns, start) | {"value": ()}
-
     def score_rows(self, batch: Batch, prefix: Any, start: Objective | None) -> dict[str, Tensor]:
         return super().score_rows(batch, prefix, start) | {"value": self.values(prefix)}
 
@@ -76,8 +73,7 @@ class PPO(GRPO):
     def estimate_advantages(self, rollouts: RolloutBatch, group: RolloutGroup, after: Mapping[int, float]) -> None:
         """Add advantages and value targets of all ranks' decisions, from the critic before the first update.
 
-        Args:
-            after: result of `values_after`; the value after other episodes is 0.
+        `after` is the result of `values_after`; the value after other episodes is 0.
         """
         episodes, values = rollouts.table.episode, rollouts.values["value"]
         estimates = torch.zeros(3, rollouts.rows)  # advantages, targets, values; zero in other ranks' rows
