@@ -60,10 +60,10 @@ def test_ranks_take_each_row_once_in_equally_many_micro_batches(ranks):
 
 def test_each_row_is_used_once_and_a_resumed_run_goes_on_with_the_next(base, root, tmp_path):
     """Two iterations are one, a resume and one bit for bit; rows are those of the stream, without a gap."""
-    one = {"save_freq": 1, "grpo.iterations": 1}
-    whole, lines, rows = trained(filtered(base, tmp_path / "whole", root, save_freq=1))
-    *_, before = trained(filtered(base, tmp_path / "parts", root, **one))
-    parts, lines_in_parts, after = trained(filtered(base, tmp_path / "parts", root, save_freq=1))
+    each = {"save_freq": 1, "grpo.eval_every": 1}
+    whole, lines, rows = trained(filtered(base, tmp_path / "whole", root, **each))
+    *_, before = trained(filtered(base, tmp_path / "parts", root, **each, **{"grpo.iterations": 1}))
+    parts, lines_in_parts, after = trained(filtered(base, tmp_path / "parts", root, **each))
     assert before + after == rows == list(range(len(rows))) and before and after
     assert all(torch.equal(whole[name], parts[name]) for name in whole) and lines == lines_in_parts
     assert [line["demonstrated"] for line in lines[1:]] == [2 * line["used"] for line in lines[1:]]  # of two passes

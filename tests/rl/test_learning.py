@@ -20,7 +20,6 @@ import grpo
 from tests.evaluation import several  # noqa: F401  # registers an environment with lists of initial states
 from tests.in_process import CPU, TINY, Rank, in_ranks
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.envs.protocol import concatenate
 from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, INSTRUCTIONS
 from vla_finetuning.options.command_line import parse_grpo
 from vla_finetuning.policies import tiny_pi05
@@ -44,14 +43,13 @@ from vla_finetuning.training.model import build_model
 
 
 class LocalRollouts:
-    """Stands in for `Scheduler`: two stages in this process. Every third episode is worth more than others.
+    """Stands in for `Scheduler`: a stage in this process. Every third episode is worth more than others.
 
     With seed 13 none is, and with seed 14 none of the first round's odd groups.
     """
 
     def __init__(self, scene, seed):
-        self._stages = [Stage(task_makers(scene.env), 8, 60.0) for _ in range(2)]
-        self._seed = seed
+        self._stage, self._seed = Stage(task_makers(scene.env), 16, 60.0), seed
 
     def _worth(self, number):
         alike = self._seed == 13 or (self._seed == 14 and number < 12 and number // 3 % 2)
@@ -59,23 +57,14 @@ class LocalRollouts:
 
     def play_here(self, episodes, decide, bootstraps=False):
         starts = [Playing(number, episode, bootstraps=bootstraps) for number, episode in episodes.items()]
-        ended, chunks, waiting = {}, {number: [] for number in episodes}, []
-        for stage, own in zip(self._stages, (starts[::2], starts[1::2]), strict=True):
-            (_, decisions), seen = stage.advance(own)
-            waiting += [(stage, decisions, seen)] if decisions else []
-        while waiting:
-            decisions = [decision for _, own, _ in waiting for decision in own]
-            actions = decide(concatenate([seen for *_, seen in waiting]), decisions)
+        ended, chunks, found = {}, {number: [] for number in episodes}, {}
+        (_, decisions), seen = self._stage.advance(starts)
+        while decisions:
+            actions = decide(seen, decisions)
             for decision, chunk in zip(decisions, actions, strict=True):
                 chunks[decision.number].append(chunk)
-            first, left = 0, []
-            for stage, own, _ in waiting:
-                (over, more), seen = stage.advance([], actions[first : first + len(own)])
-                first += len(own)
-                ended |= {one.number: one for one in over}
-                left += [(stage, more, seen)] if more else []
-            waiting = left
-        found = {}
+            (over, decisions), seen = self._stage.advance([], actions)
+            ended |= {one.number: one for one in over}
         for n, one in sorted(ended.items()):
             # Worth something at the end, as success is.
             worth = self._worth(n)
@@ -185,18 +174,18 @@ def failing(monkeypatch, fails):
 def test_a_scene_that_cannot_be_played_is_left_out_and_a_resume_gets_past_it(base, tmp_path, monkeypatch):
     """All of the second group of every iteration, one of the third, and two that are held out."""
     failing(monkeypatch, lambda number, explores: number in ((3, 4, 5, 7) if explores else (0, 1)))
-    four = {"grpo.method": "ppo", "grpo.iterations": 4}
-    whole, lines = train(resolved(base, tmp_path / "whole", **four))
-    train(resolved(base, tmp_path / "parts", **{"grpo.method": "ppo"}))
-    parts, lines_in_parts = train(resolved(base, tmp_path / "parts", **four))
+    options = {"grpo.method": "ppo", "save_freq": 1, "grpo.eval_every": 1}
+    whole, lines = train(resolved(base, tmp_path / "whole", **options))
+    train(resolved(base, tmp_path / "parts", **options, **{"grpo.iterations": 1}))
+    parts, lines_in_parts = train(resolved(base, tmp_path / "parts", **options))
     assert all(torch.equal(whole[name], parts[name]) for name in whole) and lines == lines_in_parts
-    assert [line["episodes_failed"] for line in lines[1:]] == [4] * 4 and lines[4]["episodes"] == 48
-    assert [(line["held_out_episodes"], line["held_out_errors"]) for line in lines[::2]] == [(2, 2)] * 3
+    assert [line["episodes_failed"] for line in lines[1:]] == [4, 4] and lines[2]["episodes"] == 24
+    assert [(line["held_out_episodes"], line["held_out_errors"]) for line in lines] == [(2, 2)] * 3
     assert lines[1]["mixed_groups"] == 0.75 and lines[1]["return"] == pytest.approx(3 / 8)
     assert all(np.isfinite(line["loss"]) and line["updates"] for line in lines[1:])
     failing(monkeypatch, lambda number, explores: explores)
     with pytest.raises(ValueError, match="none of 12 episodes .* because of the simulation diverged: repair the env"):
-        train(resolved(base, tmp_path / "none", **four))
+        train(resolved(base, tmp_path / "none", **options))
 
 
 def test_the_value_of_the_state_after_the_time_limit_follows(base, tmp_path, monkeypatch):
@@ -208,21 +197,13 @@ def test_the_value_of_the_state_after_the_time_limit_follows(base, tmp_path, mon
         return find(rewards, values, gamma, gae_lambda, after)
 
     monkeypatch.setattr(ppo, "advantages_and_targets", find_noted)
-    plain, with_values = (
-        metrics(run)
-        for run in (
-            resolved(base, tmp_path / name, **{"grpo.method": "ppo", "grpo.bootstrap_time_limit": name == "on"})
-            for name in ("off", "on")
-        )
-        if train_as(run)
-    )
-    off, on = noted[:24], noted[24:]
-    assert {decisions for decisions, _ in noted} == {2} and not any(after for _, after in off)
-    # The critic begins with zero. All episodes take their 20 steps.
-    assert not any(after for _, after in on[:12]) and all(after for _, after in on[12:])
-    assert len({after for _, after in on[12:]}) > 6
-    for name in ("decisions", "used", "env_steps"):
-        assert [line.get(name) for line in plain] == [line.get(name) for line in with_values]
+    bootstraps = {"grpo.method": "ppo", "grpo.bootstrap_time_limit": "true"}
+    _, lines = train(resolved(base, tmp_path / "run", **bootstraps))
+    # The critic begins with zero. All 12 episodes take their 20 steps, of two decisions.
+    after = [value for _, value in noted]
+    assert not any(after[:12]) and all(after[12:]) and len(set(after[12:])) > 6
+    assert {decisions for decisions, _ in noted} == {2} and {line["used"] for line in lines[1:]} == {24}
+    assert {(line["decisions"], line["env_steps"]) for line in lines[1:]} == {(24, 240)}
 
 
 def test_the_ratio_is_one_in_the_first_update_of_an_iteration(base, tmp_path):
