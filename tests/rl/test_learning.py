@@ -81,7 +81,7 @@ class LocalRollouts:
 
 
 def train_as(run, rank=0, world=1):
-    rollouts = mock.patch.object(loop, "make_rollouts", lambda scene, *_: LocalRollouts(scene, run.config.seed))
+    rollouts = mock.patch.object(loop, "make_rollouts", lambda run: LocalRollouts(run.scene, run.config.seed))
     # In the process of all tests a collection takes longer than an iteration.
     with rollouts, mock.patch.object(attempt, "log_to"), mock.patch.object(gc, "collect", lambda *_: 0):
         return grpo.train(run, Rank(rank, world))

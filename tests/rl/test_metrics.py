@@ -73,7 +73,7 @@ class Watched:
             return take_step(state, batches)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "make_rollouts", lambda scene, *_: Rollouts(scene, self.run.config.seed))
+            patch.setattr(loop, "make_rollouts", lambda run: Rollouts(run.scene, run.config.seed))
             patch.setattr(attempt, "log_to", mock.Mock())
             patch.setattr(gc, "collect", lambda *_: 0)  # it takes longer than an iteration in the process of all tests
             patch.setattr(GRPO, "score_rollouts", scored)

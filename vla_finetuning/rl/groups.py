@@ -8,31 +8,26 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vla_finetuning.environment import Timeouts
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.evaluation.intervals import score
 from vla_finetuning.options.grpo import GrpoOptions
-from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.actor import Actor, StochasticActor, deterministic
 from vla_finetuning.rl.batches import RolloutGroup, equal_returns, group_seed, merge_ranks, rank_of
-from vla_finetuning.rl.resolve import Scene
+from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.rollouts.episodes import Episode, Line, episode_list
 from vla_finetuning.rollouts.scheduler import Scheduler
 from vla_finetuning.training.worker import Worker
 
 
-def make_rollouts(scene: Scene, options: GrpoOptions, timeouts: Timeouts) -> Scheduler:
+def make_rollouts(run: GrpoRun) -> Scheduler:
+    g, makers = run.options, task_makers(run.scene.env)
     return Scheduler(
-        task_makers(scene.env),
-        stages=options.env_actors,
-        slots=options.envs_per_actor,
-        cpus=options.env_actor_cpus,
-        step_limit_s=timeouts.step,
+        makers, stages=g.env_actors, slots=g.envs_per_actor, cpus=g.env_actor_cpus, step_limit_s=run.job.timeouts.step
     )
 
 
 def play_iteration(
-    options: GrpoOptions, scene: Scene, rollouts: Scheduler, explorer: StochasticActor, worker: Worker
+    run: GrpoRun, rollouts: Scheduler, explorer: StochasticActor, worker: Worker
 ) -> tuple[RolloutGroup, list[RolloutGroup]]:
     """Return the groups to learn from, and the groups of every round. Every rank must call it.
 
@@ -41,21 +36,20 @@ def play_iteration(
     are replaced by groups with another initial state, in at most that many rounds (dynamic sampling, DAPO, arXiv
     2503.14476).
     """
-    group = play_groups(options, scene, rollouts, explorer, worker, range(options.groups))
+    group = play_groups(run, rollouts, explorer, worker, range(run.options.groups))
     rounds = [group]
-    for replacement in range(1, options.resample + 1):
+    for replacement in range(1, run.options.resample + 1):
         places = equal_returns(group.returns).nonzero().flatten()
         if not len(places):
             break
-        rounds.append(play_groups(options, scene, rollouts, explorer, worker, places.tolist(), replacement))
+        rounds.append(play_groups(run, rollouts, explorer, worker, places.tolist(), replacement))
         group = group.with_groups(rounds[-1], places)
     check_played(group.ordered)
     return group, rounds
 
 
 def play_groups(
-    options: GrpoOptions,
-    scene: Scene,
+    run: GrpoRun,
     rollouts: Scheduler,
     explorer: StochasticActor,
     worker: Worker,
@@ -63,6 +57,7 @@ def play_groups(
     replacement: int = 0,
 ) -> RolloutGroup:
     """Play this rank's `groups`, which have been replaced `replacement` times, and gather the lines of all ranks."""
+    options, scene = run.options, run.scene
     size, count, iteration = options.group_size, options.groups, explorer.iteration
     firsts = (replacement * count + np.array(groups)) * size
     episodes: dict[int, Episode] = {}
@@ -120,11 +115,12 @@ def check_first(options: GrpoOptions, iteration: int, played: RolloutGroup, used
     )
 
 
-def held_out(config: GrpoConfig, scene: Scene, rollouts: Scheduler, actor: Actor, worker: Worker) -> dict[str, Any]:
+def held_out(run: GrpoRun, rollouts: Scheduler, actor: Actor, worker: Worker) -> dict[str, Any]:
     """Play the held-out episodes by the deterministic sampler; return `intervals.score` with names "held_out_...".
 
     Ranks share the episodes; every rank must call it. Raises ValueError if every episode failed.
     """
+    config, scene = run.config, run.scene
     listed = episode_list(["plain"], scene.tasks, config.eval.n_episodes, config.seed, scene.eval_number)
     rank_episodes = {number: episode for number, episode in enumerate(listed) if number % worker.world == worker.rank}
     played = rollouts.play_here(rank_episodes, deterministic(actor, config.seed, rank_episodes))

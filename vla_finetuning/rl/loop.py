@@ -65,7 +65,7 @@ class GrpoState(LoopState):
         self.first_row = progress.rows
         # With demonstrations, checkpoints count their rows, and every iteration has equally many episodes.
         self.episodes = progress.rows if run.demonstrations is None else self.step * run.episodes
-        self.rollouts = make_rollouts(run.scene, run.options, run.job.timeouts)
+        self.rollouts = make_rollouts(run)
 
     def build(self) -> None:
         run, worker, options, policy = self.run, self.worker, self.run.options, self.run.policy
@@ -107,7 +107,7 @@ class GrpoState(LoopState):
         gc.collect()  # free the images of the previous iteration before this one's are added
         self.times = Times()
         explorer = StochasticActor(self.actor, run.sde, run.config.seed, iteration)
-        played, rounds = play_iteration(options, run.scene, self.rollouts, explorer, worker)
+        played, rounds = play_iteration(run, self.rollouts, explorer, worker)
         if is_iteration_recorded(run, iteration):
             episodes = [episode for groups in rounds for episode in groups.episodes]
             write_episodes(run.job.output_dir, iteration, worker, episodes)
@@ -178,17 +178,14 @@ class HeldOutEpisodes(Callback):
     def on_start(self, state: GrpoState) -> None:
         if state.step == 0:
             state.times = Times()
-            self._play(state, state.initial_metrics)
+            state.initial_metrics |= held_out(state.run, state.rollouts, state.actor, state.worker)
             state.times.mark("held_out")
 
     def on_log(self, state: GrpoState, line: dict[str, Any]) -> None:
         state.times.mark("between")
         if state.every(state.run.options.eval_every):
-            self._play(state, line)
+            line |= held_out(state.run, state.rollouts, state.actor, state.worker)
         state.times.mark("held_out")
-
-    def _play(self, state: GrpoState, line: dict[str, Any]) -> None:
-        line |= held_out(state.run.config, state.run.scene, state.rollouts, state.actor, state.worker)
 
 
 class IterationLines(Callback):
