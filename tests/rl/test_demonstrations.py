@@ -7,18 +7,13 @@ import pytest
 import ray
 import torch
 
-from tests.rl.test_learning import make_base, resolved, train
+from tests.rl.test_learning import resolved, train
 from vla_finetuning.plan.demo import make_demo_dataset
 from vla_finetuning.rl import loop
 from vla_finetuning.rl.demonstrations import as_batch, split_positions, task_reader
 from vla_finetuning.rl.objectives.filtered import FilteredImitation
 from vla_finetuning.training.held_out import read_chunk
 from vla_finetuning.training.model import make_prepare
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return make_base(tmp_path_factory.mktemp("demonstrations") / "base")
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 import grpo
 from tests.evaluation import several  # noqa: F401  # registers an environment with lists of initial states
 from tests.in_process import CPU, TINY, Rank, in_ranks
+from tests.rollouts import test_player
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, INSTRUCTIONS
+from vla_finetuning.envs.two_bins_scene import AXES, INSTRUCTIONS
 from vla_finetuning.options.command_line import parse_grpo
-from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl import batches, before_after, groups, learning, loop, sampler
 from vla_finetuning.rl.actor import Actor, StochasticActor, deterministic
@@ -88,26 +88,9 @@ def train_as(run, rank=0, world=1):
 
 
 def make_base(folder, **options):
-    features = {
-        f"observation.images.{name}": {"dtype": "video", "shape": (*size, 3), "names": ["height", "width", "channels"]}
-        for name, size in CAMERAS.items()
-    }
-    vector = {"dtype": "float32", "shape": (3,), "names": AXES}
     stats = {"q01": [-20.0, 4, 3], "q99": [20.0, 30, 16], "mean": [0.0] * 3, "std": [1.0] * 3}
-    return tiny_pi05.make_tiny_base(
-        folder,
-        features=features | {"observation.state": vector, "action": vector},
-        tasks=list(INSTRUCTIONS.values()),
-        stats={key: stats for key in ("observation.state", "action")},
-        fps=10,
-        **TINY,
-        **options,
-    )
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return make_base(tmp_path_factory.mktemp("learning") / "base")
+    stats = dict.fromkeys(("observation.state", "action"), stats)
+    return test_player.make_base(folder, list(INSTRUCTIONS.values()), names=AXES, stats=stats, **TINY, **options)
 
 
 def resolved(base, folder, **changes):

@@ -15,7 +15,7 @@ import torch
 
 import grpo
 from tests.in_process import Rank
-from tests.rl.test_learning import LocalRollouts, make_base, resolved
+from tests.rl.test_learning import LocalRollouts, resolved
 from util import TrainableOptimizer
 from vla_finetuning.rl import loop
 from vla_finetuning.rl.actor import StochasticActor
@@ -242,11 +242,6 @@ def of_updates(options, micros):
         # Of every row as often as there are epochs.
         found["explained_variance"] = 1 - np.var(target - old) / np.var(target)
     return found
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return make_base(tmp_path_factory.mktemp("metrics") / "base")
 
 
 CASES = {

@@ -77,11 +77,6 @@ def test_the_clip_is_ppos_and_its_gradient_ends_where_it_says():
     torch.testing.assert_close(clipped(ratio, advantage, 0.2, 0.3, None)[0].detach()[-1], torch.tensor(10.0))
 
 
-@pytest.fixture(scope="module")
-def loss():
-    return PI05Loss(make_policy())
-
-
 def micro_batch(loss, rows=6, *, advantage=None, seed=0):
     batch = inputs(loss, rows)
     chunk, walk = sample(loss, batch, SDE, draw(SDE, loss, rows, seed))

@@ -14,7 +14,7 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 import grpo
 from tests.buckets import forget, runs_bucket
 from tests.in_process import tasks_here
-from tests.rl.test_learning import make_base, resolved, train_as
+from tests.rl.test_learning import resolved, train_as
 from vla_finetuning.buckets import mirror
 from vla_finetuning.buckets.mirror import as_path, pull, push
 from vla_finetuning.envs import two_bins
@@ -36,11 +36,6 @@ OPTIONS = {
     "save_freq": 1,
     "eval.n_episodes": 1,
 }
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return make_base(tmp_path_factory.mktemp("recording") / "base")
 
 
 @pytest.fixture(scope="module")

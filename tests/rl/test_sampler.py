@@ -7,17 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import ACTION_DIM, make_batch, make_policy
-from vla_finetuning.policies.families.pi05 import PI05Loss
+from tests.tiny import ACTION_DIM, make_batch
 from vla_finetuning.policies.flow import continue_chunk
 from vla_finetuning.rl.sampler import Draws, FlowSDE, Walk, sample, score
 
 SDE = FlowSDE(steps=5, noise_level=0.6)
-
-
-@pytest.fixture(scope="module")
-def loss():
-    return PI05Loss(make_policy())
 
 
 def inputs(loss, rows=6):

@@ -253,8 +253,7 @@ def _makers(config: EnvConfig) -> dict[str, Maker]:
                 f"simulates): pip install {package.replace('_', '-')}"
             )
         return {config.type: partial(gymnasium.make, f"{config.package_name}:{config.gym_id}", **options)}
-    names = [(suite, task_id) for suite, envs in _create_envs(config).items() for task_id in envs]
-    return {f"{suite}/{task_id}": partial(_lerobot_env, config, suite, task_id) for suite, task_id in names}
+    return {f"{suite}/{number}": partial(_lerobot_env, config, suite, number) for suite, number in _create_envs(config)}
 
 
 def longest_episode(config: EnvConfig) -> int | None:
@@ -262,8 +261,7 @@ def longest_episode(config: EnvConfig) -> int | None:
     length = getattr(config, "episode_length", None)
     if length is not None or type(config).create_envs is EnvConfig.create_envs:
         return length
-    envs = [vector.envs[0] for vectors in _create_envs(config).values() for vector in vectors.values()]
-    return max(env.unwrapped._max_episode_steps for env in envs)
+    return max(env.unwrapped._max_episode_steps for env in _create_envs(config).values())
 
 
 def initial_state_counts(config: EnvConfig) -> dict[str, int]:
@@ -281,9 +279,8 @@ def initial_state_counts(config: EnvConfig) -> dict[str, int]:
             with contextlib.closing(make()) as env:
                 counts[task] = attribute(env, "initial_states")
     elif type(config).create_envs is not EnvConfig.create_envs and not isinstance(config, MetaworldConfig):
-        for suite, vectors in _create_envs(config).items():
-            for task_id, vector in vectors.items():
-                counts[f"{suite}/{task_id}"] = attribute(_adapted(config, vector.envs[0]), "initial_states")
+        for (suite, number), env in _create_envs(config).items():
+            counts[f"{suite}/{number}"] = attribute(_adapted(config, env), "initial_states")
     return {task: count for task, count in counts.items() if count is not None}
 
 
@@ -314,14 +311,15 @@ def check_drawn(trained: Any, config: EnvConfig, path: object) -> None:
         )
 
 
-def _create_envs(config: EnvConfig) -> dict[str, dict[int, Any]]:
-    """Make LeRobot's vector environments, with one environment each, by suite and task."""
+def _create_envs(config: EnvConfig) -> dict[tuple[str, int], Any]:
+    """Make LeRobot's environments, by suite and number of the task."""
     choose_gl()
     printed = io.StringIO()
     try:
         # LIBERO's first import asks in the terminal for the folder of its files.
         with contextlib.redirect_stdout(printed), _no_input():
-            return config.create_envs(n_envs=1)
+            suites = config.create_envs(n_envs=1)
+            return {(suite, number): vector.envs[0] for suite, own in suites.items() for number, vector in own.items()}
     except ImportError as error:
         raise ValueError(
             f"--env.type={config.type} needs what is not installed ({error}; on any node that simulates); LeRobot's "
@@ -347,12 +345,12 @@ def _no_input() -> Iterator[None]:
         sys.stdin = stdin
 
 
-def _lerobot_env(config: EnvConfig, suite: str, task_id: int) -> gymnasium.Env[Any, Any]:
+def _lerobot_env(config: EnvConfig, suite: str, number: int) -> gymnasium.Env[Any, Any]:
     """Make the environment of one task, with the step limit of LeRobot's evaluation."""
-    changes: dict[str, Any] = {"task_ids": [task_id]} if hasattr(config, "task_ids") else {}
+    changes: dict[str, Any] = {"task_ids": [number]} if hasattr(config, "task_ids") else {}
     if suite in [name.strip() for name in str(config.task).split(",")]:  # a name may stand for several suites
         changes["task"] = suite
-    env = _create_envs(replace(config, **changes))[suite][task_id].envs[0]
+    env = _create_envs(replace(config, **changes))[suite, number]
     limit, env = getattr(env.unwrapped, "_max_episode_steps", None), _adapted(config, env)
     return env if limit is None else gymnasium.wrappers.TimeLimit(env, limit)
 
