@@ -63,7 +63,7 @@ def test_auroc_is_the_share_of_pairs_in_the_right_order():
 def test_an_interval_holds_the_truth_in_95_of_100_samples(positives, negatives, apart):
     """Of normal scores, whose AUROC is known: Phi(apart / sqrt(2)). Few rows too, where all pairs are in order."""
     rng, truth = np.random.default_rng(0), np.repeat([True, False], [positives, negatives])
-    samples = rng.normal(size=(1000, len(truth))) + apart * truth
+    samples = rng.normal(size=(300, len(truth))) + apart * truth
     expected = norm.cdf(apart / np.sqrt(2))
     intervals = np.array([auroc_interval(auroc(score, truth), positives, negatives) for score in samples])
     assert ((intervals[:, 0] <= expected) & (expected <= intervals[:, 1])).mean() >= 0.94
