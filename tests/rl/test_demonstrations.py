@@ -129,7 +129,7 @@ def test_tasks_of_a_cluster_whose_cpus_are_all_held_read_them(base, root, tmp_pa
     holder = ray.util.placement_group([{"CPU": ray.available_resources()["CPU"]}])
     ray.get(holder.ready(), timeout=60)
     try:
-        micros = [np.array([7, 2]), np.array([11]), *[np.array([n]) for n in range(6)]]
+        micros = [np.array(own) for own in ([7, 2], [11], [0], [1])]
         for positions, found in zip(micros, task_reader(run.demonstrations, run.policy, 120.0)(micros), strict=True):
             expected = read_chunk(source, prepare, positions)
             assert all(np.array_equal(found[key], expected[key]) for key in expected)
