@@ -45,8 +45,10 @@ def prepare(argv: list[str], stack: ExitStack) -> Work:
 
     def work() -> int:
         cluster.connect()
+        from vla_finetuning.report.page import write_trial_page  # not above: a comparison needs no matplotlib
+
         with synced(trial.output_dir):
-            text, errors = run_trial(trial)
+            text, errors = run_trial(trial, write_trial_page)
         print_safe_text(text)
         folder = address(trial.output_dir)
         print_safe(f"Episodes     {folder}", f"Report       {folder}/report.html")

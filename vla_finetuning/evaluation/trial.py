@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -164,13 +164,12 @@ def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str])
         raise ValueError(f"{path}: {error}; give the folder of one") from error
 
 
-def run_trial(trial: Trial) -> tuple[str, int]:
+def run_trial(trial: Trial, write_page: Callable[..., None]) -> tuple[str, int]:
     """Play all remaining episodes, make films and write the page, on the cluster that this process has joined.
 
-    Return success as text for the terminal, and the number of episodes that ended in an error.
+    Return success as text for the terminal, and the number of episodes that ended in an error. `write_page` is
+    `report.page.write_trial_page`.
     """
-    from vla_finetuning.report.page import write_trial_page  # not above: a comparison needs no matplotlib
-
     latencies = dict(zip(trial.conditions, trial.config.latency_s, strict=False))
     stored = EvaluationFolder(trial.output_dir, trial.about, trial.episodes)
     pending = [episode for episode in trial.episodes if not stored.is_done(episode)]
@@ -200,7 +199,7 @@ def run_trial(trial: Trial) -> tuple[str, int]:
     for line in sorted(lines, key=lambda line: line.get("latency_s", 0.0)):
         by_latency.setdefault(line.get("latency_s"), []).append(line)
     scores = {latency_s: score_rows(rows) for latency_s, rows in by_latency.items()}
-    write_trial_page(trial.output_dir, trial.about, scores, read_json(trial.output_dir / FILMS_INDEX)["films"])
+    write_page(trial.output_dir, trial.about, scores, read_json(trial.output_dir / FILMS_INDEX)["films"])
     texts = [success_text(rows, latency_s) for latency_s, rows in by_latency.items()]
     text = "\n".join([*texts, *describe_controller(trial.source)])
     return text, sum(line["error"] is not None for line in lines)
