@@ -30,9 +30,7 @@ class Card:
         name: Ray's name for the card; None if no run is planned for it.
         gib: memory that CUDA reports, the smallest "total capacity" in users' reports of PyTorch's memory errors
             (drivers and variants of a card differ by a tenth). Data sheets count 10^9 bytes, and the driver keeps some.
-        preset: name of the card's preset; None without one.
-        flags: flags of the preset for `vla.py`.
-        grpo_flags: flags of the preset for `grpo.py`.
+        preset: name of the card's preset, with its flags for `vla.py` and `grpo.py`.
     """
 
     words: str

@@ -29,10 +29,8 @@ def make_config(
     """Make a configuration of class `cls` from saved fields, overridden by options.
 
     Args:
-        group: first part of the options' flags, as "policy".
-        options: options as "--chunk_size=20".
-        saved: fields of a configuration in LeRobot's JSON; None for the defaults.
-        source: name of the saved configuration in error messages.
+        group: first part of the options' flags, as "policy"; options are as "--chunk_size=20".
+        saved: fields of a configuration in LeRobot's JSON, called `source` in error messages; None for the defaults.
     Raises:
         ValueError: unknown option, invalid value, or values that contradict each other.
     """

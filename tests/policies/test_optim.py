@@ -8,10 +8,9 @@ from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from tests.tiny import act_config
-from util import take_optimizer, warmup_cosine
+from util import take_optimizer
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.policies.optim import make_recipe
 
@@ -36,13 +35,6 @@ def test_options_replace_what_they_name():
     assert (plain.peak, plain.optimizer.weight_decay, plain.own_groups) == (1e-3, 1e-2, False)  # the types' defaults
     assert [plain.schedule(9)(step) for step in range(4)] == [0.0, 5e-4, 1e-3, 1e-3]
     assert recipe(diffusion, "--optimizer.grad_clip_norm=0").clip_norm == float("inf")
-
-
-def test_the_short_way_is_as_it_was():
-    """As the demo trains."""
-    found = recipe(PI05Config(device="cpu"), "--lr=1e-3", "--warmup_frac=0.05").schedule(300)
-    expected = warmup_cosine(1e-3, 1e-3 * 0.1, 15, 300)
-    assert all(found(step) == expected(step) for step in range(300))
 
 
 def make_act():

@@ -63,7 +63,6 @@ def with_names(
 
 
 def _with_names(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
-    """Rename features of a dataset; join several that are renamed to `action`."""
     keys: dict[str, list[str]] = {}
     for key, name in names.items():
         if key in meta.features:

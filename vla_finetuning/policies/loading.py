@@ -116,11 +116,8 @@ def fetch_pretrained(
 ) -> tuple[Path, str | None]:
     """Find a pretrained policy, and download it if `path` is a bucket or Hub address.
 
-    Only configuration, safetensors and tokenizer files are downloaded from the Hub.
-
     Args:
         path: folder on a disk or in a bucket, or `owner/name` on the Hub. An existing folder wins.
-        revision: branch, tag or commit on the Hub.
         check_config: check that is called when only config.json has been downloaded; it may raise.
     Returns:
         The local folder, and its commit; None as commit unless it is from the Hub.
@@ -163,10 +160,8 @@ def _require_config(path: str, folder: Path) -> None:
 def new_policy(config: PreTrainedConfig, *, trusted: bool = False) -> PreTrainedPolicy:
     """Build a policy with random weights on the CPU, and set `config.device` to "cpu".
 
-    Args:
-        trusted: whether code of the repositories that `config` names may run.
     Raises:
-        RemoteCodeError: such code would run, and is not trusted.
+        RemoteCodeError: code of a repository that `config` names would run, and is not trusted.
     """
     config.device = "cpu"
     with remote_code(trusted):
@@ -179,20 +174,17 @@ def load_policy(
     """Build a policy on the CPU and load all of its weights.
 
     LeRobot's own `PI05Policy.from_pretrained` catches every error and continues with random weights (lerobot 0.6.1).
-    This function reads the same files, renames keys in the same way, and verifies the result.
+    This function reads the same files, renames keys in the same way, and verifies the result. The policy is in eval
+    mode, with parameters in the configured precision.
 
     Args:
-        folder: pretrained folder with model.safetensors, or with shards and their index.
         config: configuration from that folder, fitted to the dataset (`match_features`). `device` becomes "cpu".
         trusted: whether code of the repositories that `config` names may run.
         weights: result of `read_weights(folder)`, if it has been read already.
-    Returns:
-        The policy in eval mode, with parameters in the configured precision.
     Raises:
         FileNotFoundError: the folder has no safetensors weights.
         ValueError: a file is corrupt; keys are missing, unexpected or of another shape; a weight is not finite.
     """
-    folder = Path(folder)
     # Skip the random initialisation: it takes a minute for 4 billion weights, and every weight is loaded below.
     with no_init_weights() if family_of(config).from_config else contextlib.nullcontext():
         policy = new_policy(config, trusted=trusted)
@@ -203,12 +195,8 @@ def load_policy(
 
 
 def check_weights(folder: Path, policy: PreTrainedPolicy) -> None:
-    """Raise the errors of `load_policy` about keys, shapes and values, without loading. Runs on the driver.
-
-    Args:
-        policy: policy built for the folder's configuration, on any device, meta included.
-    """
-    _check_finite(Path(folder), _matching_weights(Path(folder), policy))
+    """Raise the errors of `load_policy` about keys, shapes and values for a policy on any device, meta included."""
+    _check_finite(folder, _matching_weights(folder, policy))
 
 
 def _check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -226,7 +214,7 @@ def _check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
 def _matching_weights(
     folder: Path, policy: PreTrainedPolicy, tensors: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return all tensors of a pretrained folder under the policy's keys, memory-mapped."""
+    """Return `read_weights` under the policy's keys, which it must have, with the policy's shapes."""
     stored = read_weights(folder) if tensors is None else dict(tensors)
     _explain_names(folder, list(stored))
     weights = family_of(policy.config).own_keys(policy, stored)

@@ -44,8 +44,7 @@ class RemoteCodeError(ValueError):
 
 def code_source(config: PreTrainedConfig) -> str | None:
     """Return the folder or Hub id whose code the policy needs to run; None if it needs none."""
-    option = CODE_OPTIONS.get(config.type)
-    return getattr(config, option, None) if option else None
+    return getattr(config, CODE_OPTIONS.get(config.type, ""), None)
 
 
 @contextlib.contextmanager
