@@ -225,8 +225,7 @@ class TrainableOptimizer:
     def step(self, number: int, clock: Clock = UNWATCHED) -> tuple[Tensor, Tensor]:
         """Clip gradients, update parameters and average, and clear gradients. `number` steps were done before.
 
-        Returns:
-            Gradient norm before clipping, and 1.0 if the step was skipped; both 0-d float32 on the device.
+        Return the norm before clipping, and 1.0 if the step was skipped; both 0-d float32 on the device.
         """
         clock.mark("clip")
         gradients = [param.grad for param in self.params if param.grad is not None]
@@ -385,8 +384,7 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of `module` that require gradients, by name.
 
-    Raises:
-        ValueError: there is none, or one is not float32 (Adam in bf16 does not learn: OpenTau #181).
+    Raises ValueError without one, or if one is not float32 (Adam in bf16 does not learn: OpenTau #181).
     """
     named = {name: param for name, param in module.named_parameters() if param.requires_grad}
     if not named:
@@ -398,10 +396,9 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> Callable[[int], float]:
-    """Return the learning rate as a function of the optimizer steps done before.
+    """Return the learning rate by steps done before, as of LeRobot's `CosineDecayWithWarmupSchedulerConfig`.
 
-    Same formula as LeRobot's `CosineDecayWithWarmupSchedulerConfig`: linear from peak / (warmup_steps + 1) during the
-    warm-up, then a cosine down to `final` whose period begins at step 0. openpi's begins after the warm-up.
+    The cosine's period begins at step 0; openpi's begins after the warm-up.
     """
 
     def schedule(step: int) -> float:

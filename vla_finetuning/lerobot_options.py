@@ -19,9 +19,6 @@ from draccus.utils import DraccusException
 
 from vla_finetuning.options.fields import did_you_mean
 
-# Exceptions that draccus raises for an invalid value.
-VALUE_ERRORS = (DraccusException, ValueError, TypeError, AttributeError, KeyError)
-
 
 def make_config(
     cls: type, group: str, options: Sequence[str] = (), saved: Mapping[str, Any] | None = None, source: str = ""
@@ -104,6 +101,6 @@ def _parse_value(hint: Any, flag: str, text: str) -> Any:
         try:
             decode(hint, value)
             return value
-        except VALUE_ERRORS as error:
+        except (DraccusException, ValueError, TypeError, AttributeError, KeyError) as error:
             failed.append(error)
     raise ValueError(f"{flag}={text}: {' '.join(str(failed[0]).split())}") from failed[0]

@@ -199,9 +199,8 @@ def test_what_cannot_be_adapted_is_said(setting, flags, message):
 
 def test_any_option_of_adapters_asks_for_them():
     given = ["--dataset.root=/d", "--output_dir=/o", "--policy.path=/p"]
-    assert parse_args([*given, "--peft.r=8"]).peft.method_type == "lora"
-    assert parse_args([*given, "--peft.target_modules", "all-linear"]).peft.target_modules == "all-linear"
-    modules = parse_args([*given, '--peft.target_modules=["q_proj", "v_proj"]']).peft.target_modules
-    assert modules == ["q_proj", "v_proj"] and not parse_args(given).peft.enabled
+    adapters = parse_args([*given, '--peft.target_modules=["q_proj", "v_proj"]']).peft
+    assert adapters.method_type == "lora" and adapters.target_modules == ["q_proj", "v_proj"]
+    assert not parse_args(given).peft.enabled
     with pytest.raises(ValueError, match="--policy.type=act with --peft.method_type=lora: .*start from a pretrained"):
         parse_args([*given[:2], "--policy.type=act", "--peft.r=8"])

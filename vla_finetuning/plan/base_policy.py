@@ -198,7 +198,6 @@ def resolve_policy(config: PolicyOptions, path: str | None) -> tuple[PreTrainedC
 
 
 def _trained_type(path: str, folder: Path) -> str:
-    """Return the type of the policy in `folder`; raise ValueError if this type cannot be trained."""
     try:
         saved = read_foreign_json(folder / "config.json")
     except ValueError as error:
@@ -252,8 +251,7 @@ def overruled(
 ) -> tuple[str, ...]:
     """Return a line for each option of the run that overrules an entry of the base's config.json.
 
-    Raises:
-        ValueError: an option of the policy on this run's command line contradicts another option of the run.
+    Raises ValueError for an option of the policy on the command line that contradicts another option of the run.
     """
     saved = {} if folder is None else read_foreign_json(folder / "config.json")
     saved = {name: value for name, value in saved.items() if value is not None}

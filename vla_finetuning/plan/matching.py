@@ -314,7 +314,7 @@ def _with_policy_names(meta: DatasetMetadata, keys: Iterable[str], rename_map: M
 
 @dataclass(frozen=True)
 class PolicyData:
-    """Features by the policy's names, with the widest robot's vectors; instructions as in prompts; actions per second."""
+    """Features by the policy's names, with the widest robot's vectors; instructions as in prompts; action rate."""
 
     features: dict[str, Feature]
     tasks: list[str]

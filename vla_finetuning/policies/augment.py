@@ -185,8 +185,7 @@ def openpi_step(wrist: bool) -> Step:
 def lerobot_step(options: ImageTransformOptions) -> Step | None:
     """Make the step of `--dataset.image_transforms`, parsed by LeRobot's own classes; None if it applies no transform.
 
-    Raises:
-        ValueError: LeRobot does not know a type or option, or it is not supported, or all weights are 0.
+    Raises ValueError for an unknown or unsupported type or option, and if all weights are 0.
     """
     transforms: dict[str, Any] = dict(options.tfs) or ImageTransformsConfig().tfs
     steps, weights = [], []

@@ -44,10 +44,7 @@ def load_policy_config(folder: Path, options: Sequence[str] = ()) -> PreTrainedC
     """Read a policy's configuration from its folder, overridden by options such as "--chunk_size=20".
 
     Unlike `PreTrainedConfig.from_pretrained`, it leaves no temporary file, ignores the parser's own flags and drops the
-    fields in ORIGIN_FIELDS. MAX_DELAY is read from robot.json.
-
-    Raises:
-        OSError, ValueError: config.json is unreadable or not a policy's, or the policy has no such option.
+    fields in ORIGIN_FIELDS. MAX_DELAY is read from robot.json. Raises OSError or ValueError.
     """
     saved = read_foreign_json(folder / "config.json")
     policy_type = saved.pop("type")
@@ -122,11 +119,12 @@ def fetch_pretrained(
     Returns:
         The local folder, and its commit; None as commit unless it is from the Hub.
     Raises:
-        FileNotFoundError: `path` is neither a folder nor a Hub id, or has no config.json.
-        ValueError: unknown URI scheme; revision of a local folder; unknown repository or revision; no access.
-        OSError: the Hub cannot be reached and the cache lacks the files.
+        ValueError, OSError: `path` is no folder and no Hub id, cannot be read, or has no config.json or `revision`.
     """
-    folder, commit = _local_folder(path), None
+    folder, commit = as_path(path), None
+    if "://" in path:
+        _require_config(path, folder)  # before it is copied to this machine
+    folder = fetched_for_good(folder)
     if folder.is_dir():
         if revision is not None:
             raise ValueError(f"{path} is a local folder, which has no revision {revision!r}")
@@ -142,14 +140,6 @@ def fetch_pretrained(
     return folder, commit
 
 
-def _local_folder(path: str) -> Path:
-    """Return the local folder; copy one in a bucket to this machine after a check that it holds a policy."""
-    folder = as_path(path)
-    if "://" in path:
-        _require_config(path, folder)
-    return fetched_for_good(folder)
-
-
 def _require_config(path: str, folder: Path) -> None:
     names = contents(folder)
     if "config.json" not in names:
@@ -158,11 +148,7 @@ def _require_config(path: str, folder: Path) -> None:
 
 
 def new_policy(config: PreTrainedConfig, *, trusted: bool = False) -> PreTrainedPolicy:
-    """Build a policy with random weights on the CPU, and set `config.device` to "cpu".
-
-    Raises:
-        RemoteCodeError: code of a repository that `config` names would run, and is not trusted.
-    """
+    """Build a policy with random weights on the CPU. Raises RemoteCodeError for code that is not trusted."""
     config.device = "cpu"
     with remote_code(trusted):
         return get_policy_class(config.type)(config)

@@ -46,8 +46,7 @@ def add_adapters(policy: PreTrainedPolicy, options: PeftOptions, seed: int = 0) 
 def adapted_layers(policy: PreTrainedPolicy, options: PeftOptions) -> tuple[str, ...]:
     """Describe in a line each what the names in `options` match, after `add_adapters` and all freezing.
 
-    Raises:
-        ValueError: a name matches no layer, or only layers that training does not use.
+    Raises ValueError if a name matches no layer, or only layers that training does not use.
     """
     layers = [name for name, _ in policy.named_modules()]
     trained = [(name, tensor.numel()) for name, tensor in policy.named_parameters() if tensor.requires_grad]

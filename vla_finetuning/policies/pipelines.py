@@ -123,11 +123,7 @@ def make_processors(
 def load_processors(
     folder: Path, config: PreTrainedConfig, *, trusted: bool = False
 ) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
-    """Load the pipelines of a pretrained folder, as LeRobot does on a robot.
-
-    Raises:
-        ValueError: a pipeline has a step that is not allowed, or (`RemoteCodeError`) would run untrusted code.
-    """
+    """Load the pipelines of a pretrained folder, as LeRobot does on a robot. Raises ValueError as `make_processors`."""
     overrides = _tokenizer_overrides(folder, config, _saved_steps(folder, config), trusted)
     with remote_code(trusted):
         pipelines = make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=overrides)
@@ -275,12 +271,7 @@ def tokenizer_step(preprocessor: PolicyProcessorPipeline) -> Any:
 
 
 def check_prompts_differ(preprocessor: PolicyProcessorPipeline, instructions: Sequence[str], name: str) -> None:
-    """Check that a policy's tokens differ with the advantage at the end of an instruction.
-
-    Raises:
-        ValueError: the processors do not tokenise instructions, the tokenizer does not know the words of the
-            advantage, or they are cut off after a long instruction.
-    """
+    """Refuse a policy whose tokens do not differ with the advantage at the end of an instruction."""
     tokenizer = tokenizer_step(preprocessor)
     if tokenizer is None:
         raise ValueError(

@@ -48,11 +48,8 @@ def choose_trainable(
     in the part UNUSED are always frozen: every trainable parameter then gets a gradient in every step, and DDP runs
     with `find_unused_parameters=False`. A family without modes takes `full` only, and keeps its `requires_grad`.
 
-    Args:
-        adapters: adapters to add; if enabled, they train instead of the mode's parts.
-        seed: seed of the adapters' weights.
-    Raises:
-        ValueError: adapters name a missing layer.
+    If enabled, `adapters` are added with random weights of `seed`, and train instead of the mode's parts. Raises
+    ValueError if they name a missing layer.
     """
     family, default_part = family_of(policy.config), "frozen by the policy's configuration"
     adapted: tuple[str, ...] = ()
