@@ -24,12 +24,14 @@ from lerobot.processor.tokenizer_processor import TokenizerProcessorStep
 from transformers import AutoTokenizer
 
 from tests.datasets import make_dataset
+from tests.tiny import make_base
+from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.policies import tokenizer_check
 from vla_finetuning.policies.pipelines import check_prompts_differ, load_processors, make_processors
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, required_stats
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.saving import save_pretrained
-from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base, make_tokenizer
+from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tokenizer
 from vla_finetuning.policies.tokenizer_check import check_tokenizer
 
 TOKENS, MASK = "observation.language.tokens", "observation.language.attention_mask"
@@ -77,10 +79,7 @@ def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processors")
     root = make_dataset(folder / "dataset", episodes=(9, 5, 3))
     meta = LeRobotDatasetMetadata("local/test", root=root)
-    tasks = list(meta.tasks.index)
-    base = make_tiny_base(
-        folder / "base", features=meta.features, tasks=tasks, stats=meta.stats, fps=meta.fps, chunk_size=CHUNK
-    )
+    base = make_base(folder / "base", load_metadata(root), chunk_size=CHUNK)
     config = PreTrainedConfig.from_pretrained(base, cli_overrides=["--device=cpu"])
     return Case(root, base, meta, config)
 

@@ -206,25 +206,19 @@ def _check_cameras(
     can_mask = masks and len(missing) < len(policy_cameras) - len(empty)
     if not unknown and (not missing or (missing_cameras == "mask" and can_mask)):
         return empty | set(missing)
-    problems, remedies = [], []
-    if missing:
-        reason = f"are not among those chosen ({list(excluded)} are left out)" if excluded else "the dataset lacks"
-        problems.append(f"the policy has cameras that {reason}: {missing}")
+    reason = f"are not among those chosen ({list(excluded)} are left out)" if excluded else "the dataset lacks"
+    problems = [f"the policy has cameras that {reason}: {missing}"] if missing else []
     if unknown:
         problems.append(f"the dataset has cameras that the policy does not know: {[sources[key] for key in unknown]}")
-    if missing and unknown:
-        pairs = _pair_names(unknown, missing)
-        suggestion = json.dumps({**rename_map, **{sources[key]: name for key, name in pairs.items()}})
-        remedies.append(f"if these are the same cameras, --rename_map='{suggestion}'")
-    if excluded:
-        remedies.append("choose more cameras with --dataset.camera_keys")
-    if unknown:
-        remedies.append("name the dataset's cameras to use with --dataset.camera_keys")
-    if missing and cameras and masks:
-        remedies.append("let the policy run without the missing ones with --dataset.missing_cameras=mask")
-    remedies = remedies or ["choose another policy"]
-    remedy = f". Either {', or '.join(remedies)}" if len(remedies) > 1 else f"; {remedies[0]}"
-    raise ValueError("; ".join(problems) + remedy)
+    pairs = {sources[key]: name for key, name in _pair_names(unknown, missing).items()}
+    remedies = {
+        f"if these are the same cameras, --rename_map='{json.dumps({**rename_map, **pairs})}'": pairs,
+        "choose more cameras with --dataset.camera_keys": excluded,
+        "name the dataset's cameras to use with --dataset.camera_keys": unknown,
+        "run without the missing ones with --dataset.missing_cameras=mask": missing and cameras and masks,
+    }
+    helpful = [remedy for remedy, helps in remedies.items() if helps] or ["choose another policy"]
+    raise ValueError("; ".join(problems) + ("; " if len(helpful) == 1 else ". Either ") + ", or ".join(helpful))
 
 
 def _pair_names(keys: Sequence[str], names: Sequence[str]) -> dict[str, str]:
