@@ -220,16 +220,6 @@ def test_gradients_that_were_there_stay_in_their_memory(before):
     assert not before or not any(param.grad.any() for param in model.parameters())
 
 
-def test_accumulating_n_times_one_equals_one_times_n():
-    small = batches(24, 2)
-    large = [{k: torch.cat([b[k] for b in small[i : i + 4]]) for k in ("x", "y")} for i in range(0, 24, 4)]
-    a, b = Regression(), Regression()
-    run(a, small, steps=6, accum=4, size=2)
-    run(b, large, steps=6, accum=1, size=8)
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
     model = Regression()
@@ -504,12 +494,9 @@ def test_one_collective_and_one_read_per_log_step(monkeypatch, group):
     results, _ = run(Regression(), batches(3, 8), steps=3, accum=1, size=8)
     for result in results:
         window.add_step(result, samples=8)
-    metrics, by_rank = window.gather({"waited_s": 1.5, "stop": 1.0, "save": 0.0})
+    metrics, _ = window.gather({"waited_s": 1.5, "stop": 1.0, "save": 0.0})
     assert next(counts) == 1
     assert metrics["loss"] == pytest.approx(np.mean([r.loss.item() for r in results]), rel=1e-6)
-    assert metrics["data_wait_s"] == pytest.approx(0.5)
-    assert (by_rank["stop"], by_rank["save"]) == ([1.0], [0.0])
-    assert metrics["grad_norm"] == pytest.approx(results[-1].grad_norm.item(), rel=1e-6)
 
 
 def test_the_metrics_of_a_window_are_those_of_all_ranks(gather_on_ranks, monkeypatch):

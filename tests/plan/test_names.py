@@ -127,13 +127,11 @@ def test_rows_statistics_and_processors_are_those_of_lerobots_names(settings):
     assert own.config.rename_map == json.loads(MAP), "what a resumed run is started with"
 
 
-def test_names_that_are_well_known_are_proposed_and_work(settings):
-    _, own = settings
+def test_names_that_are_well_known_are_proposed(settings):
     with pytest.raises(ValueError, match="no feature is called action or observation") as refused:
-        resolved(own)
+        resolved(settings[1])
     flag = re.search(r"--rename_map '(.*)' gives them LeRobot's names", str(refused.value))[1]
     assert json.loads(flag) == json.loads(MAP)
-    assert resolved(own, rename_map=flag).robots[0].match.dataset_keys
 
 
 @pytest.mark.parametrize(
@@ -142,10 +140,7 @@ def test_names_that_are_well_known_are_proposed_and_work(settings):
         ({"stat": "observation.state"}, r'"stat": "observation.state", and .*did you mean state\?'),
         ({"state": "action", "actions": "action"}, "no feature is called observation"),
         ({"index": "row"}, "LeRobot's own columns .* keep their names"),
-        (
-            {"observation.image": "observation.images.top"},
-            r'"observation.image": "observation.images.top", and the datasets',
-        ),
+        ({"observation.image": "observation.images.top"}, '"observation.images.top", and the datasets'),
     ],
 )
 def test_names_that_do_not_fit_are_refused(settings, names, message):
@@ -169,26 +164,6 @@ def test_a_state_in_several_features_is_that_of_one(settings, split):
     assert_same_rows(plain, joined)
     assert_same_statistics(plain, joined)
     assert joined.rows.metas[0].features["observation.state"].names == ("joint_0", "joint_1", "joint_2", "joint_3")
-
-
-ACTIONS = {"action.gripper": [2], "action.arm": [0, 1]}
-
-
-def test_an_action_in_several_columns_is_that_of_one(settings):
-    """As AgiBot's and DROID's. The error proposes the map; rows and statistics are those of the whole action."""
-    folder, base = settings[0][0].parent, settings[0][2]
-    root = make_dataset(folder / "parted", episodes=(6, 5, 4), cameras=CAMERAS)
-    parted = folder / "d", split_state(root, ACTIONS, "action"), base
-    with pytest.raises(ValueError, match="no feature is called action;") as refused:
-        resolved(parted)
-    proposed = json.loads(re.search(r"--rename_map '(.*)' gives them", str(refused.value))[1])
-    assert proposed == dict.fromkeys(ACTIONS, "action") and "leave out what says the same" in str(refused.value)
-    ordered = {"rename_map": json.dumps({"action.arm": "action", "action.gripper": "action"})}
-    more = {"dataset.statistics": "stored"}
-    plain, joined = resolved(settings[0], **more), resolved(parted, **more, **ordered)
-    assert_same_rows(plain, joined)
-    assert_same_statistics(plain, joined)
-    assert joined.rows.metas[0].features["action"].names == ("motor_0", "motor_1", "motor_2")
 
 
 def test_an_action_beside_its_parts_and_parts_of_any_name(tmp_path):
@@ -288,16 +263,12 @@ def test_a_state_beside_those_to_be_joined_is_not_hidden(tmp_path):
     assert joined.features["observation.state"].shape == (6,)
 
 
-def test_a_state_in_two_features_is_proposed_and_works(split, tmp_path):
-    """As in openpi's DROID."""
-    root = make_dataset(tmp_path / "droid", episodes=(2,), cameras={})
-    root = rename_files(split_state(root, DROID), {"action": "actions"})
-    with pytest.raises(ValueError, match="no feature is called action or observation") as refused:
-        with_names([load_metadata(root)], {})
-    flags = re.search(r"--rename_map '(.*)' --dataset.state_features (\S+) gives them", str(refused.value))
-    assert (json.loads(flags[1]), flags[2]) == ({"actions": "action"}, "joint_position,gripper_position")
-    (meta,) = with_names([load_metadata(root)], json.loads(flags[1]), flags[2].split(","))
-    assert meta.features["observation.state"].shape == (4,) and "action" in meta.features
+def test_a_state_and_an_action_in_several_features_are_proposed(tmp_path):
+    """As in openpi's DROID, and as AgiBot's actions."""
+    root = split_state(make_dataset(tmp_path / "droid", episodes=(2,), cameras={}), DROID)
+    actions = {"action.gripper": [2], "action.arm": [0, 1]}
+    meta = load_metadata(split_state(root, actions, "action"))
+    assert proposed_names(meta) == (dict.fromkeys(actions, "action"), ["joint_position", "gripper_position"])
 
 
 def test_what_gr00ts_modality_names_is_proposed(tmp_path):
