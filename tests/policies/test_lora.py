@@ -123,15 +123,14 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
         assert config.use_peft == (name == "adapter")
         config.pretrained_path = run.job.output_dir / name
         policy = lerobots_policy(cfg=config, ds_meta=meta).eval()
-        batch, noise, _ = batch_of(policy)
+        batch, noise, _ = make_batch(policy, 2)
         with torch.no_grad():
             outputs[name] = policy.predict_action_chunk(batch, noise=noise)
     torch.testing.assert_close(outputs["adapter"], outputs["pretrained_model"], rtol=1e-4, atol=1e-5)
     adapter = json.loads((run.job.output_dir / "adapter" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == str(setting[2]) and adapter["r"] == 4
-    base, merged = (
-        load_file(path / "model.safetensors") for path in (setting[2], run.job.output_dir / "pretrained_model")
-    )
+    folders = setting[2], run.job.output_dir / "pretrained_model"
+    base, merged = (load_file(path / "model.safetensors") for path in folders)
     assert base.keys() == merged.keys()
     tool = run.job.output_dir / "merged"
     assert merge_adapter.main([str(run.job.output_dir / "adapter"), str(tool)]) == 0
@@ -159,15 +158,6 @@ def test_adapters_of_other_layers_are_not_merged_into_nothing(setting, tmp_path,
     assert merge_adapter.main([str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 2
     assert f"{path} is of other layers than {setting[2]} has" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
-
-
-def batch_of(policy):
-    config = policy.config
-    generator = torch.Generator().manual_seed(0)
-    batch = {key: torch.rand((2, *f.shape), generator=generator) for key, f in config.image_features.items()}
-    batch["observation.language.tokens"] = torch.ones((2, config.tokenizer_max_length), dtype=torch.int64)
-    batch["observation.language.attention_mask"] = torch.ones((2, config.tokenizer_max_length), dtype=torch.bool)
-    return batch, torch.randn((2, config.chunk_size, config.max_action_dim), generator=generator), None
 
 
 def test_the_plan_counts_adapters(setting):

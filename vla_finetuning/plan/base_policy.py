@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -309,14 +310,10 @@ def _learning_decisions(config: Config, policy: PreTrainedConfig) -> Iterator[De
     for group, options in (("optimizer", config.optimizer_options), ("scheduler", config.scheduler_options)):
         for name, _, text in (option.removeprefix("--").partition("=") for option in options):
             if name != "type":
-                yield f"{group}_{name.removeprefix('num_')}", _parse_value(text), f"--{group}.{name}={text}"
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+                value: Any = text
+                with suppress(ValueError):
+                    value = json.loads(text)
+                yield f"{group}_{name.removeprefix('num_')}", value, f"--{group}.{name}={text}"
 
 
 def _comparable(value: Any) -> Any:
