@@ -10,19 +10,18 @@ the results with films, failures first. The same command resumes an evaluation t
 
 from __future__ import annotations
 
-import sys
+from vla_finetuning.options.command_line import EVALUATE, parse_evaluate
 
-if __name__ == "__main__" and sys.argv[1:2] != ["--compare"]:  # help and wrong flags, before seconds of imports
-    from vla_finetuning.options.command_line import EVALUATE, check_command_line
+if __name__ == "__main__":  # help and errors come before imports that take seconds
+    from vla_finetuning.start import launch
 
-    check_command_line(EVALUATE)
+    launch(EVALUATE)
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 from vla_finetuning.buckets.mirror import address, as_path, synced
 from vla_finetuning.evaluation.trial import compare_folders, record_trial, resolve_trial, run_trial
-from vla_finetuning.options.command_line import EVALUATE, parse_evaluate
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.run import cluster
 from vla_finetuning.terminal import print_safe, print_safe_text
@@ -48,18 +47,12 @@ def prepare(argv: list[str], stack: ExitStack) -> Work:
         from vla_finetuning.report.page import write_trial_page  # not above: a comparison needs no matplotlib
 
         with synced(trial.output_dir):
-            text, errors = run_trial(trial, write_trial_page)
-        print_safe_text(text)
+            outcome = run_trial(trial)
+            write_trial_page(trial.output_dir, trial.about, outcome.by_latency, outcome.films)
+        print_safe_text(outcome.text)
         folder = address(trial.output_dir)
         print_safe(f"Episodes     {folder}", f"Report       {folder}/report.html")
         record_trial(trial)
-        return int(errors > 0)
+        return int(outcome.errors > 0)
 
     return work
-
-
-if __name__ == "__main__":
-    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
-    import evaluate
-
-    sys.exit(evaluate.main())

@@ -10,14 +10,12 @@ mathematics.
 
 from __future__ import annotations
 
-import sys
-
 from vla_finetuning.options.command_line import GRPO
 
-if __name__ == "__main__":  # help and errors come before seconds of imports
-    from vla_finetuning.start import examine_command_line
+if __name__ == "__main__":  # help and errors come before imports that take seconds
+    from vla_finetuning.start import launch
 
-    EXAMINED = examine_command_line(GRPO)
+    launch(GRPO)
 
 import contextlib
 from collections.abc import Sequence
@@ -148,10 +146,3 @@ def imitated(stack: contextlib.ExitStack, dry_run: bool) -> Path | None:
         if vla.main([*flags, "--dataset.eval_split", "0"]):
             raise ValueError(f"the demo's imitation failed; {folder} has its log")
     return folder / POLICY_DIR
-
-
-if __name__ == "__main__":
-    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
-    import grpo
-
-    sys.exit(grpo.main(examined=EXAMINED))

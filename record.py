@@ -11,17 +11,16 @@ keep them, and evaluate.py refuses to show these policies other images.
 
 from __future__ import annotations
 
-import sys
+from vla_finetuning.options.command_line import RECORD, parse_record
 
-if __name__ == "__main__":  # help and wrong flags, before seconds of imports
-    from vla_finetuning.options.command_line import RECORD, check_command_line
+if __name__ == "__main__":  # help and errors come before imports that take seconds
+    from vla_finetuning.start import launch
 
-    check_command_line(RECORD)
+    launch(RECORD)
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from vla_finetuning.options.command_line import RECORD, parse_record
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.rollouts import experts
 from vla_finetuning.run import cluster
@@ -43,10 +42,3 @@ def prepare(argv: list[str], stack: ExitStack) -> Work:
         return 0
 
     return work
-
-
-if __name__ == "__main__":
-    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
-    import record
-
-    sys.exit(record.main())

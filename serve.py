@@ -8,18 +8,17 @@ machine or a cluster; observations that arrive together are computed as a batch.
 
 from __future__ import annotations
 
-import sys
+from vla_finetuning.options.command_line import SERVE, parse_serve
 
-if __name__ == "__main__":  # help and wrong flags, before seconds of imports
-    from vla_finetuning.options.command_line import SERVE, check_command_line
+if __name__ == "__main__":  # help and errors come before imports that take seconds
+    from vla_finetuning.start import launch
 
-    check_command_line(SERVE)
+    launch(SERVE)
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from vla_finetuning.options.command_line import SERVE, parse_serve
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.run import cluster
 from vla_finetuning.serving.server import describe_service, resolve_service, serve_until_stopped
@@ -42,10 +41,3 @@ def prepare(argv: list[str], stack: ExitStack) -> Work:
         return 0
 
     return work
-
-
-if __name__ == "__main__":
-    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
-    import serve
-
-    sys.exit(serve.main())

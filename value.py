@@ -11,14 +11,12 @@ it trains on; the robot's prompt always has "positive". See docs/recap.md.
 
 from __future__ import annotations
 
-import sys
-
 from vla_finetuning.options.command_line import VALUE
 
-if __name__ == "__main__":  # help and errors come before seconds of imports
-    from vla_finetuning.start import examine_command_line
+if __name__ == "__main__":  # help and errors come before imports that take seconds
+    from vla_finetuning.start import launch
 
-    EXAMINED = examine_command_line(VALUE)
+    launch(VALUE)
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -78,10 +76,3 @@ def work(run: ValueRun) -> int:
     print_safe(f"Labels       {address(job.output_dir / LABELS_NAME)}", report_line(job.output_dir))
     finish(job.output_dir, job.steps)
     return 0
-
-
-if __name__ == "__main__":
-    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
-    import value
-
-    sys.exit(value.main(examined=EXAMINED))

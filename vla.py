@@ -9,14 +9,12 @@ from CPUs anywhere in the cluster, `train_loop_per_worker` runs the training ste
 
 from __future__ import annotations
 
-import sys
-
 from vla_finetuning.options.command_line import VLA
 
 if __name__ == "__main__":  # help and errors come before imports that take seconds
-    from vla_finetuning.start import examine_command_line
+    from vla_finetuning.start import launch
 
-    EXAMINED = examine_command_line(VLA)
+    launch(VLA)
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -25,8 +23,7 @@ from typing import Any
 import ray
 from ray.train.torch import TorchTrainer
 
-from vla_finetuning.evaluation.after_training import evaluate_trained
-from vla_finetuning.evaluation.during import Evaluator
+from vla_finetuning.evaluation.after_training import Evaluation
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.preflight import Examined
 from vla_finetuning.plan.resolve import Run, resolve
@@ -152,20 +149,20 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
 
 def plan(run: Run, examined: Examined) -> Work:
     """Print the run's plan, do the remaining checks that need no Ray, and return the work."""
-    evaluator = Evaluator(run, policy_at)
+    evaluation = Evaluation(run, policy_at)
     planned = show_plan(run, examined.datasets)
-    return lambda: work(planned, evaluator)
+    return lambda: work(planned, evaluation)
 
 
-def work(run: Run, evaluator: Evaluator) -> int:
+def work(run: Run, evaluation: Evaluation) -> int:
     """Train on the cluster, evaluate, push. Returns the exit status, see `main`."""
     run, data_options = on_cluster(run)
     config, job = run.config, run.job
-    with reported(job, run.policy, describe(run), run.rows, config.dataset.repo_id), contextlib.closing(evaluator):
-        with evaluator.beside(run, data_options):
+    with reported(job, run.policy, describe(run), run.rows, config.dataset.repo_id), contextlib.closing(evaluation):
+        with evaluation.beside(run, data_options):
             if not fit(job, lambda: make_trainer(run, data_options)):
                 return 3
-        status = max(evaluate_trained(run), evaluator.finish())
+        status = evaluation.after(run)
     names = [robot.name for robot in run.robots]
     weights = describe_exported(config, job)
     return deliver(job, status, robots=names, weights=weights, repositories=run.repositories)
@@ -187,10 +184,3 @@ def make_trainer(
         datasets={"train": data or build_dataset(run)},
         dataset_config=GroupedRanks(data_options, scaling.cpus_per_worker, scaling.cpus_per_read_task),
     )
-
-
-if __name__ == "__main__":
-    # Ray pickles functions of `__main__` by value, and functions of modules by reference.
-    import vla
-
-    sys.exit(vla.main(examined=EXAMINED))

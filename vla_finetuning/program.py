@@ -37,12 +37,9 @@ def run_program(
 ) -> int:
     """Run a program, and print errors as messages.
 
-    Args:
-        argv: the command line; None for the process's own.
-        prepare: does all checks that need no Ray, and returns the work, or None if there is none, as for a
-            dry run or a finished run. Contexts that it enters into the stack are closed when the program ends.
-    Returns:
-        The exit status: 0 done, 1 the work failed, 2 it could not start, or another status of the work.
+    `prepare` does all checks that need no Ray, and returns the work; None, as for a dry run, if there is none. Contexts
+    that it enters into the stack are closed when the program ends. Return the exit status: 0 done, 1 the work failed, 2
+    it could not start, or another status of the work.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     escape_warnings()
@@ -89,14 +86,10 @@ def run_training[R: TrainingRun](
     resolve: Callable[[Examined, ExitStack], R | None],
     plan: Callable[[R, Examined], Work],
 ) -> int:
-    """Run a program that trains: resolve the run, lock its folder, print its plan, work.
+    """Run a program that trains: resolve the run, lock its folder, print its plan, work. Return the exit status.
 
-    Args:
-        examined: result of `examine` for the same command line; None to examine it here.
-        resolve: resolves the run; returns None if it has already printed all of a dry run.
-        plan: prints the plan, does the remaining checks that need no Ray, and returns the work.
-    Returns:
-        The exit status, as `run_program`.
+    `examined` is the result of `examine` for the same command line; None examines it here. `resolve` returns None if it
+    has already printed all of a dry run.
     """
 
     def prepare(argv: list[str], stack: ExitStack) -> Work | None:
@@ -139,17 +132,9 @@ def deliver(
     weights: str = "",
     repositories: Mapping[str, str] | None = None,
 ) -> int:
-    """Check the exported policy, push it, and mark the run as finished.
+    """Check the exported policies of `robots`, push them, and mark the run as finished; return the exit status.
 
-    Args:
-        status: the exit status so far.
-        robots: names of the robots whose policies are exported; empty for a single robot.
-        weights: a text on which weights were exported.
-        repositories: repository to push to, by name of the robot.
-    Returns:
-        The exit status.
-    Raises:
-        FileNotFoundError: the policy is missing or damaged.
+    `weights` says which weights were exported. Raises FileNotFoundError if a policy is missing or damaged.
     """
     exported = job.output_dir / POLICY_DIR
     if problem := policy_problem(exported, robots):

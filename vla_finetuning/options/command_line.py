@@ -12,9 +12,7 @@ The module imports no package, so a program checks its command line before slow 
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vla_finetuning.buckets.mirror import as_file, as_path, pull
-from vla_finetuning.files import MAX_JSON_BYTES, read_regular
+from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.credentials import refuse_credentials
 from vla_finetuning.options.fields import Option, check, did_you_mean, leaves, options_of, set_option
 from vla_finetuning.options.job import CONFIG_NAME, PER_START
@@ -39,7 +37,7 @@ from vla_finetuning.options.programs import (
     ServeConfig,
     ValueConfig,
 )
-from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error, print_safe_text
+from vla_finetuning.terminal import print_safe_text
 
 # Flags that set two options.
 PAIRS = {"scaling.num_workers": "scaling.min_workers", "keep_best": "keep_best_by"}
@@ -56,20 +54,12 @@ CONFIG_PATH = Option(
 
 @dataclass(frozen=True)
 class Program[C]:
-    """A program and its command line.
-
-    Attributes:
-        command: file that starts the program.
-        summary: one line that says what the program does.
-        config_type: dataclass with the program's options.
-        first: names of the flags that `--help` lists first.
-        presets: flags and values by the preset's name.
-    """
+    """A program and its command line."""
 
     command: str
     summary: str
     config_type: type[C]
-    first: tuple[str, ...]
+    first: tuple[str, ...]  # flags that `--help` lists first
     presets: Mapping[str, Mapping[str, str]]
 
     @property
@@ -79,11 +69,7 @@ class Program[C]:
         return flags | ({"config_path": CONFIG_PATH} if self.config_type is Config else {})
 
     def parse(self, argv: Sequence[str]) -> C:
-        """Parse a command line into a checked configuration.
-
-        Raises:
-            ValueError: names the flag, the value and the remedy.
-        """
+        """Parse a command line into a checked configuration. Raises ValueError naming flag, value and remedy."""
         config = _parse(argv, self)
         check(config)
         return config
@@ -162,28 +148,6 @@ parse_args, parse_grpo, parse_value = VLA.parse, GRPO.parse, VALUE.parse
 parse_evaluate, parse_serve, parse_record = EVALUATE.parse, SERVE.parse, RECORD.parse
 
 
-def check_command_line[C](program: Program[C], then: str = "checked; loading PyTorch, LeRobot and Ray") -> C:
-    """Return the configuration; exit if the command line asks for help or is wrong.
-
-    Call this before slow imports. `then` is printed if the flags are right.
-    """
-    argv = sys.argv[1:]
-    escape_warnings()
-    if asks_for_help(argv):
-        try:
-            print_safe_text(program.help())
-        except BrokenPipeError:  # the reader, such as `head`, is gone; the flush at exit must not fail either
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    try:
-        config = program.parse(argv)
-    except (ValueError, OSError) as error:
-        print_safe_error(error)
-        sys.exit(2)
-    print_safe(f"Flags        {then}")
-    return config
-
-
 def asks_for_help(argv: Sequence[str]) -> bool:
     return not argv or bool({"-h", "--help"} & set(argv))
 
@@ -229,11 +193,8 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
     for chosen, other in (("steps", "num_epochs"), ("num_epochs", "steps")):
         if chosen in names and other not in names:
             defaults[other] = "null"
-    if (
-        preset == "demo"
-        and program.config_type is Config
-        and {"dataset.root", "dataset.repo_id", "dataset.mixture"} & names.keys()
-    ):
+    own_data = {"dataset.root", "dataset.repo_id", "dataset.mixture"} & names.keys()
+    if preset == "demo" and program.config_type is Config and own_data:
         defaults["steps"] = "null"  # the size of the dataset sets the length of a rehearsal
     config = program.config_type()
     for path, value in _saved_options(as_file(config_path), program.config_type) if config_path else ():
@@ -258,10 +219,8 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
             setattr(config, path, list((current | {f"--{suffix}": f"--{suffix}={text}"}).values()))
     if isinstance(config, Config | ValueConfig):
         mixture = config.dataset.mixture
-        if isinstance(mixture, str) and mixture.startswith(
-            "@"
-        ):  # the file's present content counts, for a resumed run too
-            config.dataset.mixture = read_mixture(mixture.removeprefix("@"))
+        if isinstance(mixture, str) and mixture.startswith("@"):
+            config.dataset.mixture = read_mixture(mixture[1:])  # the file's present content, for a resumed run too
     return config
 
 
@@ -313,14 +272,11 @@ def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
 def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
     """Yield path and value of each option in a config.json, without the options in `PER_START`."""
     pull(path)
-    text = read_regular(path, MAX_JSON_BYTES).decode(errors="replace")
-    refuse_credentials(text, str(path))
     try:
-        saved = json.loads(text)
-    except RecursionError as error:
-        raise ValueError(f"{path}: nested too deep; give a run's {CONFIG_NAME}") from error
-    except ValueError as error:
+        saved = read_foreign_json(path)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not JSON ({error}); give a run's {CONFIG_NAME}") from error
+    refuse_credentials(json.dumps(saved), str(path))
     if not isinstance(saved, dict):
         raise ValueError(f"{path}: expected a JSON object; give a run's {CONFIG_NAME}")
     options = {option.path: option for option in options_of(config_type)}
