@@ -12,12 +12,9 @@ _NAMED = re.compile(r"""\b(?:abfss?|wasbs?)://[\w$-]+@""")
 
 
 def refuse_credentials(text: str, label: str) -> None:
-    """Refuse a text that contains an address with credentials.
+    """Refuse a text that contains an address with credentials; the error names only `label`.
 
     Addresses are printed, saved in the run's folder, sent to trackers and named in errors.
-
-    Raises:
-        ValueError: names only `label`, so that the credentials are not shown.
     """
     if _CREDENTIALS.search(_NAMED.sub("", text)):
         raise ValueError(

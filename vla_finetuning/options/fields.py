@@ -127,13 +127,9 @@ class Option:
 
 
 def option(default: Any, help: str, *, flag: str | None = "", **attributes: Any) -> Any:
-    """Return a dataclass field that declares an option.
+    """Return a dataclass field that declares an option with `attributes` of `Option`, from `form` on.
 
-    Args:
-        default: value if the flag is absent.
-        help: sentences for `--help`.
-        flag: name of the flag; "" for the field's name, None for an option without a flag.
-        attributes: fields of `Option`, from `form` on.
+    `flag` is the name of the flag; "" for the field's name, None for an option without a flag.
     """
     metadata = {"help": help, "flag": flag, **attributes}
     if isinstance(default, (list, dict)):
@@ -179,13 +175,7 @@ def _title(cls: type) -> str:
 
 
 def check(config: Any) -> None:
-    """Refuse options that contradict each other.
-
-    Each group is checked by the method `check(config)` of its class and of every base class.
-
-    Raises:
-        ValueError: names the options, the reason and the remedy.
-    """
+    """Refuse options that contradict each other, by the method `check(config)` of every class and by declared rules."""
     listed = options_of(type(config))
     options = {option.name or option.path: option for option in listed}
     for group in _groups(config):

@@ -54,9 +54,7 @@ ANSWERED = {
 
 
 def answer(flag: str) -> str | None:
-    """Return what does here what `lerobot-train`'s `--flag` does there; None if it has none, or it is
-    taken as it is.
-    """
+    """Return what does here what `lerobot-train`'s `--flag` does there; None for flags that are taken or unknown."""
     parts = flag.split(".")
     groups = [".".join([*parts[:n], "*"]) for n in range(len(parts) - 1, 0, -1)]
     return next((ANSWERED[name] for name in (flag, *groups) if name in ANSWERED), None)
@@ -66,19 +64,11 @@ def page() -> str:
     """Return the Markdown page of both tables."""
     rows = [f"| `--{flag}` | the same |" for flag in TAKEN]
     rows += [f"| `--{flag}` | {reply} |" for flag, reply in ANSWERED.items()]
-    return "\n".join(
-        [
-            "<!-- Written by `python -m vla_finetuning.options.lerobot_train`. -->",
-            "",
-            "# The flags of lerobot-train",
-            "",
-            "LeRobot 0.6.1. What is not taken is refused, with this answer.",
-            "",
-            "| flag | here |",
-            "|---|---|",
-            *rows,
-        ]
+    head = (
+        "<!-- Written by `python -m vla_finetuning.options.lerobot_train`. -->\n\n# The flags of lerobot-train\n\n"
+        "LeRobot 0.6.1. What is not taken is refused, with this answer.\n\n| flag | here |\n|---|---|"
     )
+    return "\n".join([head, *rows])
 
 
 if __name__ == "__main__":

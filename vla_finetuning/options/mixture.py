@@ -76,13 +76,7 @@ _KINDS: dict[str, Any] = get_type_hints(Member)
 
 
 def members(mixture: Mapping[str, Any] | str) -> tuple[Member, ...]:
-    """Return the checked members of a mixture.
-
-    Args:
-        mixture: weight, or the member's other options, by root.
-    Raises:
-        ValueError: names the dataset and the option.
-    """
+    """Return the checked members of a mixture, which has the weight, or the member's other options, by root."""
     if isinstance(mixture, str):
         example = """'{"s3://bucket/a": 3, "/data/b": 1}'"""
         raise ValueError(f"{FLAG}={mixture}: expected JSON, as {example}, or @FILE")
@@ -93,11 +87,7 @@ def members(mixture: Mapping[str, Any] | str) -> tuple[Member, ...]:
 
 
 def with_weights(mixture: Mapping[str, Any] | str, frames: Sequence[int]) -> dict[str, Any]:
-    """Return the mixture with each power replaced by an equivalent weight.
-
-    Args:
-        frames: number of frames in each dataset's training episodes, in the mixture's order.
-    """
+    """Return the mixture with each power replaced by an equivalent weight, for so many training frames of each."""
     assert isinstance(mixture, Mapping)  # a file is read with the flags
     weighted = dict(mixture)
     for member, count in zip(members(mixture), frames, strict=True):
@@ -108,11 +98,7 @@ def with_weights(mixture: Mapping[str, Any] | str, frames: Sequence[int]) -> dic
 
 
 def robots(listed: tuple[Member, ...]) -> tuple[str, ...]:
-    """Return the sorted names of the robots; a single empty name if all members have the same robot.
-
-    Raises:
-        ValueError: some members name their robot, and some do not.
-    """
+    """Return the sorted names of the robots; a single empty name if all members have the same robot."""
     named = sorted({member.robot for member in listed if member.robot is not None})
     unnamed = [member.root for member in listed if member.robot is None]
     if named and unnamed:
@@ -123,10 +109,8 @@ def robots(listed: tuple[Member, ...]) -> tuple[str, ...]:
 def read_mixture(path: str) -> dict[str, Any]:
     """Read a mixture from a YAML file; return the members' options by root, sorted by root.
 
-    Relative roots start at the file's folder. `power` beside `members` is the default of all members.
-
-    Raises:
-        ValueError, OSError: names the file, the line and the key, what was found and what is expected.
+    Relative roots start at the file's folder. `power` beside `members` is the default of all members. Errors name the
+    file, the line and the key.
     """
     file = Path(path).expanduser()
     try:

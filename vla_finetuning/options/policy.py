@@ -1,4 +1,4 @@
-"""Options of the policy: its source, its own options, and how it acts."""
+"""Options of the policy: its source, its own options, how it acts, and where it is published."""
 
 from __future__ import annotations
 
@@ -90,3 +90,18 @@ class ActingOptions:
     use_gpu: bool | None = option(
         None, "Run the policy on GPUs. Default: if there are any; required when a machine without GPUs joins a cluster."
     )
+
+
+@dataclass
+class PushOptions:
+    """Publishing on the Hub."""
+
+    # A base policy's config.json has its own values of these options, which are ignored.
+    push_to_hub: bool | None = option(
+        None,
+        "Push the trained policy to the Hugging Face Hub. --policy.repo_id implies it.",
+        flag="policy.push_to_hub",
+        requires={"policy.repo_id": "to which repository?"},
+    )
+    policy_repo_id: str | None = option(None, "Repository for the trained policy: USER/NAME.", flag="policy.repo_id")
+    policy_private: bool | None = option(None, "Make the repository private.", flag="policy.private")

@@ -50,11 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_token() -> str | None:
-    """Return the secret that clients must send; None if none is set.
-
-    Raises:
-        ValueError: the secret is too short, or cannot be part of an address, where LeRobot's client sends it.
-    """
+    """Return the secret that clients must send, LeRobot's client in an address; None if none is set."""
     token = os.environ.get(TOKEN_VARIABLE) or None
     if token is not None and len(token) < 16:
         raise ValueError(f"{TOKEN_VARIABLE} has {len(token)} characters: give at least 16, as `openssl rand -hex 16`")

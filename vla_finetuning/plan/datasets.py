@@ -65,11 +65,8 @@ class Datasets:
 def find_datasets(config: Config) -> tuple[Config, Datasets]:
     """Find the datasets of a run: on the Hub, at the given roots, or the demo's own if the options name none.
 
-    Returns:
-        The options with absolute paths and the commit of a dataset on the Hub; the datasets.
-    Raises:
-        OSError, ValueError: a dataset cannot be read, lacks a feature or camera that an option names, or has no
-            feature by LeRobot's names.
+    Return them with the options, which get absolute paths and the commit of a dataset on the Hub. Raises OSError or
+    ValueError if a dataset cannot be read, or lacks a feature or camera that an option or a policy needs.
     """
     config = with_absolute_paths(config)
     config, roots = _find_roots(config)
@@ -86,11 +83,7 @@ def find_datasets(config: Config) -> tuple[Config, Datasets]:
 
 
 def listed_members(d: DatasetOptions, roots: Sequence[str]) -> tuple[Member, ...]:
-    """Return the options of each dataset: from its mixture entry, or else from the flags for all datasets.
-
-    Raises:
-        ValueError: a flag names an unknown dataset, or episodes without saying of which dataset.
-    """
+    """Return the options of each dataset: from its mixture entry, or else from the flags for all datasets."""
     listed = members(d.mixture) or tuple(map(Member, roots))
     included = of_each(d.episodes, roots, "--dataset.episodes")
     excluded = of_each(cast(Choice, d.exclude_episodes), roots, "--dataset.exclude_episodes")
@@ -111,9 +104,6 @@ def load_datasets(config: Config, listed: Sequence[Member]) -> tuple[DatasetMeta
 
     Observations keep their names: as in lerobot-train, the policy's processors rename them. A dataset that has texts
     and nothing that could be an action is `without_actions`.
-
-    Raises:
-        OSError, ValueError: a dataset cannot be read, a name is unknown, or a feature that policies need is missing.
     """
     metas = [
         _add_absent_action(
@@ -148,33 +138,29 @@ def _add_absent_action(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> 
 def _sort_actions_first(
     config: Config, listed: tuple[Member, ...], metas: tuple[DatasetMetadata, ...]
 ) -> tuple[Config, tuple[Member, ...], tuple[DatasetMetadata, ...]]:
-    """Move datasets without actions to the end.
-
-    Raises:
-        ValueError: the run does not train texts, or no dataset has actions.
-    """
+    """Move datasets without actions to the end; refuse them if the run does not train texts, or all are such."""
     texts = [meta for meta in metas if meta.without_actions]
     if not texts:
         return config, listed, metas
-    label = f"dataset {texts[0].root}"
+    label = f"dataset {texts[0].root}: no feature is called action"
     if config.train.text_targets is None:
+        named = [key for key in texts[0].features if key not in ("action", *FRAME_FEATURES)]
         raise ValueError(
-            f"{label}: no feature is called action; its features are "
-            f"{', '.join(key for key in texts[0].features if key not in ('action', *FRAME_FEATURES))}. Beside datasets "
-            f"with actions (--dataset.mixture) it trains the texts of a column alone: {TEXT_FLAGS} "
+            f"{label}; its features are {', '.join(named)}. Beside datasets with actions (--dataset.mixture) it trains "
+            f"the texts of a column alone: {TEXT_FLAGS} "
             f"{texts[0].text_keys[0]}{''.join(f'; not read of the dataset: {line}' for line in texts[0].not_read)}"
         )
-    if len(texts) == len(metas) or not config.dataset.mixture:
-        reason = "no dataset of the run has one" if len(texts) == len(metas) else "it is not part of a mixture"
-        example = json.dumps({**{meta.root: 1 for meta in metas}, **({"ROOT": 1} if len(texts) == len(metas) else {})})
+    if len(texts) == len(metas):
+        example = json.dumps({**{meta.root: 1 for meta in metas}, "ROOT": 1})
         raise ValueError(
-            f"{label}: no feature is called action, and {reason}: name it beside one with actions, "
+            f"{label}, and no dataset of the run has one: name it beside one with actions, "
             f"--dataset.mixture='{example}'"
         )
+    if not config.dataset.mixture:
+        raise ValueError(f"{label}: name it beside those with actions in --dataset.mixture")
     if config.recap.labels is not None:
         raise ValueError(
-            f"--recap.labels: {label} has no actions, and no advantage of them to be labelled: leave it out, or the "
-            "labels"
+            f"--recap.labels: dataset {texts[0].root} has no actions, and no advantage: leave it out, or the labels"
         )
     assert isinstance(config.dataset.mixture, dict)  # a file is read with the flags
     order = sorted(range(len(metas)), key=lambda number: metas[number].without_actions)

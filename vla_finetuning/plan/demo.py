@@ -59,20 +59,11 @@ def disobeyed(pairs: int, share: float, seed: int = DEMO_SEED) -> np.ndarray:
     return episodes < round(2 * pairs * share)
 
 
-def make_demo_dataset(
-    folder: Path, *, pairs: int = DEMO_PAIRS, seed: int = DEMO_SEED, disobedient: float = 0.0
-) -> Path:
+def make_demo_dataset(folder: Path, *, pairs: int, seed: int = DEMO_SEED, disobedient: float = 0.0) -> Path:
     """Write the demo dataset, or reuse `folder` if it exists. Safe to call from several processes at once.
 
     Episodes 2k and 2k + 1 show scene k with the instructions for red and for blue. The same arguments give the same
-    bytes of everything but video.
-
-    Args:
-        folder: the dataset's root; it appears complete or not at all.
-        pairs: number of pairs of episodes, at least 2, so that the short episode is among them.
-        disobedient: share of the episodes in which the demonstrator goes to the other bin (`disobeyed`).
-    Returns:
-        `folder`.
+    bytes of everything but video. `disobedient` is the share of `disobeyed` episodes.
     """
     assert pairs > SHORT_PAIR
     if folder.exists():
@@ -114,7 +105,7 @@ def make_demo_dataset(
 
 def prepare_dataset(cache_dir: Path) -> Path:
     """Make the demo dataset, or reuse an earlier run's; return its root."""
-    return make_demo_dataset(Path(cache_dir) / f"dataset-{_cache_key(_CODE)}")
+    return make_demo_dataset(Path(cache_dir) / f"dataset-{_cache_key(_CODE)}", pairs=DEMO_PAIRS)
 
 
 def prepare_base(
@@ -128,14 +119,8 @@ def prepare_base(
 ) -> Path:
     """Make a LeRobot pretrained folder of a tiny PI0.5 for a run's data, or reuse an earlier run's.
 
-    The folder has no statistics: the run gives all of them to the processors.
-
-    Args:
-        cache_dir: folder of the base policies.
-        features, tasks, fps, spare_words: as for `make_tiny_base`.
-        labelled: add words for instructions that end with an advantage.
-    Raises:
-        ValueError: PI0.5 cannot use the data (`make_tiny_base`).
+    The folder has no statistics: the run gives all of them to the processors. `labelled` adds words for instructions
+    that end with an advantage. Other arguments are those of `make_tiny_base`.
     """
     from vla_finetuning.options.recap import ADVANTAGE
     from vla_finetuning.policies import tiny

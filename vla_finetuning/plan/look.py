@@ -28,19 +28,12 @@ LOOK_ROWS, LOOK_EPISODES, FRAME_EPISODES = 20_000, 100, 8
 
 @dataclass(frozen=True)
 class Look:
-    """The result of `look_at`.
-
-    Attributes:
-        rows: number of rows whose numeric columns were read.
-        episodes: number of their episodes.
-        frames: number of rows whose cameras were decoded.
-        problems: error message by episode, for episodes that would end a run.
-    """
+    """The result of `look_at`: numbers of rows, of their episodes, and of rows whose cameras were decoded."""
 
     rows: int
     episodes: int
     frames: int
-    problems: dict[int, str]
+    problems: dict[int, str]  # error message by episode, for episodes that would end a run
 
     def __str__(self) -> str:
         return (
@@ -50,13 +43,9 @@ class Look:
 
 
 def look_at(meta: DatasetMetadata, episodes: np.ndarray, features: Features, share: float = 1.0) -> Look:
-    """Read a sample of a dataset's rows as a run with these features would.
+    """Read a sample of a dataset's rows, of these episodes, as a run with these features would.
 
-    Args:
-        episodes: int64, numbers of the episodes that the run uses.
-        share: fraction of the limits on episodes.
-    Raises:
-        OSError: a store or a disk does not answer.
+    `share` is a factor of the limits on episodes. Raises OSError if a store or a disk does not answer.
     """
     length = meta.episode_length
     share *= 1.0 if isinstance(meta.fs, LocalFileSystem) else 0.25
@@ -110,15 +99,9 @@ def _check_finite(batch: dict[str, np.ndarray], numbers: Sequence[str], meta: Da
 
 
 def look_at_rows(run: Run, datasets: Datasets | None) -> list[str]:
-    """Read a sample of each dataset of a run (`look_at`).
+    """Read a sample of each dataset of a run; return the plan's lines on what was read and will be skipped.
 
-    Args:
-        datasets: the result of `find_datasets`.
-    Returns:
-        Lines for the plan: what was read, and with --dataset.on_error skip what will be skipped.
-    Raises:
-        ValueError: the problem that would end the run, and the option that excludes its episodes.
-        OSError: as `look_at`.
+    Raises ValueError with the problem that would end the run, and the option that excludes its episodes.
     """
     lines: list[str] = []
     config, rows = run.config, run.rows

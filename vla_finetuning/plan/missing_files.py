@@ -20,10 +20,8 @@ _MAX_FLAG = 2_000
 def check_files(config: Config, datasets: Datasets, chosen: ChosenEpisodes, camera_keys: Sequence[str]) -> list[str]:
     """Check that the files of all training and held-out episodes exist (`find_missing_files`).
 
-    Returns:
-        With --dataset.on_error skip, notes on the episodes whose rows will be skipped.
-    Raises:
-        FileNotFoundError: files are missing, empty or truncated; names the flags that train without them.
+    Return notes on the episodes whose rows --dataset.on_error=skip skips. Raises FileNotFoundError with the flags that
+    train without files that are missing, empty or truncated.
     """
     metas = datasets.metas
     episodes = [np.union1d(*split) for split in zip(chosen.train, chosen.held_out, strict=True)]

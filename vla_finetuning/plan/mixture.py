@@ -85,11 +85,8 @@ def unify_order(
 ) -> tuple[DatasetMetadata, ...]:
     """Reorder the dimensions of features `keys` by name, as in the first dataset.
 
-    Args:
-        names: --dataset.dimension_map, `{feature: {name of a dimension: name in the first dataset}}`. Dimensions
-            without names are called by their numbers.
-    Raises:
-        ValueError: names of dimensions differ or are not unique; the error proposes a map.
+    `names` is --dataset.dimension_map, `{feature: {name of a dimension: name in the first dataset}}`. Dimensions
+    without names are called by their numbers. Raises ValueError with a map where names differ or are not unique.
     """
     first = metas[0]
     if unknown := sorted(names.keys() - set(keys)):
@@ -119,11 +116,7 @@ def unify_order(
 
 
 def check_dimension_map(robots: Sequence[Sequence[DatasetMetadata]], names: Mapping[str, Mapping[str, str]]) -> None:
-    """Refuse unknown names of dimensions in --dataset.dimension_map.
-
-    Args:
-        robots: the datasets of each robot, with the first one's feature names.
-    """
+    """Refuse unknown names of dimensions in --dataset.dimension_map; `robots` has the datasets of each robot."""
     pairs = [(first, other) for first, *rest in robots for other in rest]
     if not pairs:
         raise ValueError("--dataset.dimension_map: it is of a robot's second dataset and those after it: leave it out")
@@ -145,11 +138,7 @@ def _dimensions_of(meta: DatasetMetadata, key: str) -> list[str]:
 
 
 def reorder_by_names(meta: DatasetMetadata, names: Mapping[str, Sequence[str]]) -> DatasetMetadata:
-    """Reorder the dimensions of features as `names` lists them, `{feature: names of all its dimensions}`.
-
-    Raises:
-        ValueError: the dataset has no such feature, or other names of dimensions.
-    """
+    """Reorder the dimensions of features as `names` lists them, `{feature: names of all its dimensions}`."""
     for key, order in names.items():
         stored = _dimensions(meta.features[key]) if key in meta.features else []
         if sorted(stored) != sorted(order) or len(set(order)) < len(order):
@@ -201,8 +190,7 @@ def check_ranges(metas: Sequence[DatasetMetadata], keys: Sequence[str]) -> None:
 def join_stats(metas: Sequence[DatasetMetadata], rows: Sequence[int] | None) -> Stats:
     """Join the statistics of features that all datasets have, by LeRobot's `aggregate_stats`.
 
-    Args:
-        rows: weight of each dataset, its rows in an epoch; None to weigh by frames.
+    `rows` is the weight of each dataset, its rows in an epoch; None to weigh by frames.
     """
     if len(metas) == 1:
         return {key: stats_in_row_order(metas[0], key) for key in metas[0].stats}

@@ -18,11 +18,7 @@ TRAINED = (*VECTORS, "observation.environment_state")
 
 
 def look_at_mixture(config: Config) -> tuple[list[str], list[str]]:
-    """Tabulate the datasets of `--dataset.mixture`, and list what a run would refuse; both as lines.
-
-    Raises:
-        ValueError, OSError: a dataset cannot be read, a rename map names an unknown feature, or no dataset has actions.
-    """
+    """Tabulate the datasets of `--dataset.mixture`, and list what a run would refuse; both as lines."""
     all_members = members(config.dataset.mixture)
     metas = load_datasets(config, all_members)
     texts = [describe_texts(meta) for meta in metas if meta.without_actions]
@@ -51,14 +47,24 @@ def _name(meta: DatasetMetadata) -> str:
     return meta.root.rstrip("/").rpartition("/")[2]
 
 
+def tabulate(
+    head: str, listed: Sequence[Member], metas: Sequence[DatasetMetadata], cells: Sequence[tuple[str, ...]]
+) -> list[str]:
+    """Tabulate datasets: name, robot, the columns named in `head`, and the shapes of state and action."""
+    lines: list[tuple[str, ...]] = [("dataset", "robot", *head.split(), "state", "action")]
+    for member, meta, middle in zip(listed, metas, cells, strict=True):
+        shapes = ("x".join(map(str, meta.features[key].shape)) if key in meta.features else "-" for key in VECTORS)
+        lines.append((_name(meta), member.robot or "-", *middle, *shapes))
+    return aligned(lines)
+
+
 def _datasets(entries: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
-    head = "dataset robot weight episodes frames fps tasks state action"
-    cells: list[tuple[str, ...]] = [tuple(head.split())]
-    for member, meta in entries:
-        shapes = ["x".join(map(str, meta.features[key].shape)) if key in meta.features else "-" for key in VECTORS]
-        counts = f"{meta.num_episodes:,}", f"{meta.total_frames:,}", str(meta.fps), str(len(meta.tasks))
-        cells.append((_name(meta), member.robot or "-", f"{member.weight:g}", *counts, *shapes))
-    return aligned(cells)
+    cells = [
+        (f"{member.weight:g}", f"{meta.num_episodes:,}", f"{meta.total_frames:,}", str(meta.fps), str(len(meta.tasks)))
+        for member, meta in entries
+    ]
+    listed, metas = zip(*entries, strict=True)
+    return tabulate("weight episodes frames fps tasks", listed, metas, cells)
 
 
 def _cameras(entries: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:

@@ -21,11 +21,7 @@ def absolute(path: str | Path) -> str:
 
 
 def with_absolute_paths[C: JobOptions](config: C) -> C:
-    """Return the options of any program with absolute paths.
-
-    Raises:
-        OSError, ValueError: a mixture names a dataset twice; the file of --dataset.exclude_episodes is wrong.
-    """
+    """Return the options of any program with absolute paths, and with the file of --dataset.exclude_episodes read."""
     config = copy.deepcopy(config)
     for option in options_of(type(config)):
         if option.file is not None and (value := get_option(config, option.path)):
@@ -49,8 +45,6 @@ def _make_absolute(d: DatasetOptions) -> None:
     if len(mixture) < len(d.mixture):
         raise ValueError(f"--dataset.mixture names a dataset twice: {list(d.mixture)}")
     d.root, d.mixture = None if mixture else ",".join(roots) or None, mixture
-    if d.cache_dir:
-        d.cache_dir = absolute(d.cache_dir)
     if d.frame_cache not in (None, "", "auto"):
         d.frame_cache = absolute(d.frame_cache)
     excluded: Any = d.exclude_episodes

@@ -1,7 +1,4 @@
-"""Check a run's folder and datasets within a second.
-
-Runs before a program imports PyTorch, LeRobot and Ray, which takes many seconds.
-"""
+"""Check a run's folder and datasets within a second, before a program imports PyTorch, LeRobot and Ray."""
 
 from __future__ import annotations
 
@@ -25,13 +22,7 @@ from vla_finetuning.terminal import print_safe
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of `examine`.
-
-    Attributes:
-        config: the program's options, with absolute paths.
-        datasets: the run's datasets; None for programs without datasets and for a finished run.
-        finished: whether nothing is left to do.
-    """
+    """The result of `examine`: the options with absolute paths, and datasets but of grpo.py and a finished run."""
 
     config: Any
     datasets: Datasets | None = None
@@ -42,11 +33,7 @@ class Examined:
 
 
 def examine(config: JobOptions) -> Examined:
-    """Check the folder and the datasets of a run.
-
-    Raises:
-        OSError, ValueError: the run cannot start; says what to do.
-    """
+    """Check the folder and the datasets of a run. Raises OSError or ValueError saying what to do."""
     config = with_absolute_paths(config)
     check_folder(config)
     if is_finished(config):

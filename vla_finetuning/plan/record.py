@@ -29,11 +29,7 @@ def record_run(
 ) -> None:
     """Write `run.json`: facts for the report besides measurements. Runs on the driver, after Ray has started.
 
-    Args:
-        plan: the plan as text.
-        cluster: `ray.cluster_resources()`.
-        rows: rows of the run; None for a run without datasets.
-        repo_id: id of the dataset on the Hub; None for a local one.
+    `plan` is the plan as text, `cluster` are Ray's resources, `repo_id` is the id of the dataset on the Hub.
     """
     episodes = () if rows is None else zip(rows.metas, rows.train_episodes, rows.eval_episodes, strict=True)
     datasets = [

@@ -1,7 +1,4 @@
-"""Plan a run on the driver before Ray starts: datasets, policy, rows, statistics.
-
-`resolve` reads files and starts nothing; `plan/describe.py` describes its decisions as text.
-"""
+"""Plan a run on the driver before Ray starts: datasets, policy, rows, statistics. Reads files and starts nothing."""
 
 from __future__ import annotations
 
@@ -46,23 +43,14 @@ from vla_finetuning.run.push import repositories
 
 @dataclass(frozen=True)
 class Run:
-    """A planned run of `vla.py`.
-
-    Attributes:
-        config: options with absolute paths and decided values in place of "auto".
-        job: folder, length, workers and progress of the run.
-        policy: the policy; its robots may lack statistics (`with_stats`).
-        rows: the training and held-out rows.
-        notes: lines for the plan on changed or ignored options and data.
-        gpu_bytes: predicted GPU memory of a worker; 0 if unknown.
-    """
+    """A planned run of `vla.py`. Its options have absolute paths, and decided values in place of "auto"."""
 
     config: Config
     job: Job
-    policy: PolicySpec
+    policy: PolicySpec  # its robots may lack statistics (`with_stats`)
     rows: Rows
-    notes: tuple[str, ...] = ()
-    gpu_bytes: int = 0
+    notes: tuple[str, ...] = ()  # of the plan, on changed or ignored options and data
+    gpu_bytes: int = 0  # predicted memory of a worker; 0 if unknown
 
     @property
     def robots(self) -> tuple[Robot, ...]:
@@ -86,10 +74,8 @@ def resolve(
 ) -> Run:
     """Plan a run. Raises ValueError or OSError saying what to do.
 
-    Args:
-        gpus_found: number of GPUs, which decides absent options of the workers; None to ask CUDA or the cluster.
-        datasets: result of `find_datasets` for `config`; None to find them.
-        compare_base: note which options of the base policy the run overrules.
+    `gpus_found` is the number of GPUs, which decides absent options of the workers; None asks CUDA or the cluster.
+    `datasets` is the result of `find_datasets`; None finds them. `compare_base` notes overruled options of the base.
     """
     if gpus_found is None:
         gpus_found = cluster.gpus_found(config.scaling, config.preset)
@@ -151,10 +137,7 @@ def select_robot(run: Run, robot: Robot) -> Run:
 def with_config(run: Run, config: Config, steps: int | None = None) -> Run:
     """Return the run with other options of output folder, length, batches, workers and training step.
 
-    Datasets, episodes and the policy's weights stay.
-
-    Args:
-        steps: number of optimizer updates; None to keep the run's.
+    Datasets, episodes and the policy's weights stay; without `steps` its optimizer updates, too.
     """
     steps = run.job.steps if steps is None else steps
     rows = replace(
@@ -191,14 +174,7 @@ def make_job(
     identity: dict[str, Any],
     global_batch_size: int | None = None,
 ) -> Job:
-    """Return the job of a run with these options.
-
-    A checkpoint of a run with another `identity` or `global_batch_size` does not resume.
-
-    Args:
-        identity: identity of the training rows.
-        global_batch_size: rows per step; None for the options'.
-    """
+    """Return the job of a run. A checkpoint with another `identity` of rows or `global_batch_size` does not resume."""
     weights = (policy.folder or config.folder) / WEIGHTS_FILE
     return Job(
         output_dir=config.folder,

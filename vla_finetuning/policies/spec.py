@@ -16,9 +16,8 @@ from lerobot.processor import PolicyProcessorPipeline
 
 from vla_finetuning.files import file_digest
 from vla_finetuning.options.dataset import ImageTransformOptions
-from vla_finetuning.options.ema import EmaOptions
 from vla_finetuning.options.peft import PeftOptions
-from vla_finetuning.options.train import TrainOptions
+from vla_finetuning.options.train import EmaOptions, TrainOptions
 from vla_finetuning.policies.loading import WEIGHTS_FILE, fetch_pretrained, load_policy, new_policy
 from vla_finetuning.policies.matching import FeatureMatch
 from vla_finetuning.policies.optim import Recipe

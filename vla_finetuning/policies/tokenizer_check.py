@@ -24,8 +24,10 @@ MAX_CHARACTERS = 20_000
 
 
 def check_tokenizer(path: Path) -> None:
-    """Refuse a tokenizer.json that takes too much time or memory, or lengthens texts too much; a missing file passes.
+    """Refuse a tokenizer.json that takes too much time or memory, or lengthens texts too much.
 
+    Args:
+        path: path of the file; a missing file passes.
     Raises:
         ValueError: the longest instruction exceeds a limit, or the file cannot be loaded.
     """

@@ -17,7 +17,7 @@ from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.train import TrainMode
 from vla_finetuning.policies.family import UNUSED, PolicyLoss
 from vla_finetuning.policies.lora import adapted_layers, add_adapters
-from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.registry import family_of, types_that
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ class TrainableReport:
     """Counts of parameters (scalars, not tensors) after `choose_trainable`.
 
     Attributes:
+        total: number of parameters of the policy.
+        trainable: number of trainable parameters.
         frozen: number of frozen parameters by part of the policy.
         adapted: lines that say which layers each name in --peft.* matched; empty without adapters.
         parts: parts (`Family.parts`) with trainable parameters.
@@ -46,11 +48,18 @@ def choose_trainable(
 
     `heads` trains the projections of actions and time, `expert` also the action expert, `full` everything. Parameters
     in the part UNUSED are always frozen: every trainable parameter then gets a gradient in every step, and DDP runs
-    with `find_unused_parameters=False`. A family without modes takes `full` only, and keeps its `requires_grad`.
+    with `find_unused_parameters=False`.
 
-    If enabled, `adapters` are added with random weights of `seed`, and train instead of the mode's parts. Raises
-    ValueError if they name a missing layer.
+    Args:
+        policy: policy to change in place. A family without modes takes `full` only, and keeps its `requires_grad`.
+        mode: value of --train.mode.
+        adapters: adapters to add; if enabled, they train instead of the mode's parts.
+        seed: seed of the adapters' weights.
+    Raises:
+        ValueError: the mode is unknown or the family lacks it; adapters name a missing layer.
     """
+    if mode not in ("heads", "expert", "full"):
+        raise ValueError(f"train mode {mode!r} is unknown; choose 'heads', 'expert' or 'full'")
     family, default_part = family_of(policy.config), "frozen by the policy's configuration"
     adapted: tuple[str, ...] = ()
     if adapters is not None and adapters.enabled:
@@ -64,9 +73,13 @@ def choose_trainable(
         parts = family.parts(policy)
         for name, parameter in policy.named_parameters():
             parameter.requires_grad_(parts[name] in family.modes[mode])
-    else:
-        assert mode == "full"  # `base_policy.check_policy` refuses others
+    elif mode == "full":
         parts = {}
+    else:
+        raise ValueError(
+            f"train mode {mode!r} names parts of {types_that(lambda family: family.modes)}, and this policy is of type "
+            f"'{policy.config.type}'; use 'full', or what the policy's own configuration offers to freeze parts of it"
+        )
     frozen: dict[str, int] = {}
     training = frozenset(parts[name] for name, p in policy.named_parameters() if p.requires_grad and name in parts)
     for name, parameter in policy.named_parameters():
@@ -142,9 +155,13 @@ def build_loss(
     autocast: torch.dtype | None = None,
     **options: Any,
 ) -> PolicyLoss:
-    """Choose a policy's trainable parameters, drop unused ones, cast frozen ones to `autocast`, and return the loss.
+    """Choose a policy's trainable parameters, drop unused ones, cast frozen ones, and return the loss.
 
-    The policy may be on any device, meta included, and is changed in place. `options` are those of `Family.make_loss`.
+    Args:
+        policy: policy on any device, meta included; changed in place.
+        mode, adapters, seed: see `choose_trainable`.
+        autocast: dtype of the step's autocast, to which frozen parameters are cast; None casts nothing.
+        options: options of `Family.make_loss`.
     """
     choose_trainable(policy, mode, adapters, seed)
     remove_unused(policy)

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ POLL_S = 2.0
 MAX_DIMENSIONS, STRIPS_PER_FIGURE, EXAMPLES, TABLE_ROWS, MAX_DATASETS = 32, 8, 3, 20, 4
 
 logger = logging.getLogger(__name__)
-# Lines of metrics.jsonl.
-Lines = Sequence[Mapping[str, Any]]
+# Columns of metrics.jsonl, float64, by name.
+Metrics = dict[str, np.ndarray]
 # The template's values for a dataset, or a sentence in place of them.
 Drawn = dict[str, Any] | str
 
@@ -101,11 +102,14 @@ def keep_report(output_dir: Path) -> Iterator[None]:
 
 
 def write_report(output_dir: Path, looks: Sequence[Drawn] | None = None) -> Path:
-    """Write `OUTPUT_DIR/report.html` atomically from the run's files; `looks` reuses a result of `look_at_datasets`."""
+    """Write `OUTPUT_DIR/report.html` atomically from the files in the run's folder.
+
+    Args:
+        looks: result of `look_at_datasets`, to reuse it; None to look now.
+    """
     pull(output_dir)
     page = render_report(output_dir, look_at_datasets(output_dir) if looks is None else looks)
-    write_whole(output_dir / REPORT_NAME, page)
-    return output_dir / REPORT_NAME
+    return write_page(output_dir / REPORT_NAME, page)
 
 
 def write_dataset_page(
@@ -114,7 +118,7 @@ def write_dataset_page(
     scores: Sequence[Score] | None = None,
     selection: Sequence[str] = (),
     labels: tuple[Sequence[str], Mapping[str, Any]] | None = None,
-) -> None:
+) -> Path:
     """Write the page about one dataset.
 
     Args:
@@ -132,21 +136,21 @@ def write_dataset_page(
         selection="\n".join(selection),
         labels=None if labels is None else {"table": "\n".join(labels[0]), "svg": advantages_chart(labels[1])},
     )
-    write_whole(path, page)
+    return write_page(path, page)
 
 
 def write_trial_page(
     folder: Path,
     about: Mapping[str, Any],
     by_latency: Mapping[float | None, Sequence[Mapping[str, Any]]],
-    films: Sequence[Mapping[str, Any]],
-) -> None:
+    films: Mapping[str, Any],
+) -> Path:
     """Write `report.html` of a closed-loop evaluation.
 
     Args:
         about: policy, environment and seed, as in `evaluated.json`.
         by_latency: scores of each latency in seconds, the first over all episodes; the key is None without latency.
-        films: as `rollouts.replay.make_films` returns them.
+        films: `{"films": [...]}`, as `rollouts/replay.py` returns them.
     """
     policy, env = about["policy"], about["environment"]
     facts = [
@@ -169,9 +173,9 @@ def write_trial_page(
         scores=[score_row(row) for row in rows],
         at_latency=f", at a latency of {latencies[0]}" if latencies else "",
         over_latency=over_latency(by_latency) if len(latencies) > 1 else None,
-        films=shown_films(films, folder),
+        films=shown_films(films.get("films", ()), folder),
     )
-    write_whole(folder / REPORT_NAME, page)
+    return write_page(folder / REPORT_NAME, page)
 
 
 def look_at_datasets(output_dir: Path) -> list[Drawn]:
@@ -194,18 +198,19 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
     config = read_json(output_dir / CONFIG_NAME)
     facts = read_json(output_dir / RUN_NAME) | {"attention": read_json(output_dir / ATTENTION_NAME)}
     lines = [json.loads(line) for line in read_lines(output_dir / METRICS_NAME)]
+    metrics = columns(lines)
     evaluation = read_json(output_dir / EVALUATION_NAME)
     starts = attempts(output_dir)
     total = facts.get("steps") or config.get("steps")
-    done = lines[-1]["step"] if lines else 0
+    done = int(metrics["step"][-1]) if metrics else 0
     return page_template("report.html").render(
         title=output_dir.name,
         subtitle=_subtitle(done, total),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        key_figures=_key_figures(lines, evaluation, done, total),
-        facts=_facts(config, facts, lines),
+        key_figures=_key_figures(metrics, evaluation, done, total),
+        facts=_facts(config, facts, metrics),
         missing=[
-            name for name, content in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, lines)) if not content
+            name for name, content in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, metrics)) if not content
         ],
         # The chart of the closed loop shows the intervals of held-out success.
         charts=metric_charts(
@@ -234,10 +239,12 @@ def _subtitle(done: int, total: int | None) -> str:
     return f"All {total:,} steps done." if done >= total else f"Step {done:,} of {total:,}."
 
 
-def _key_figures(lines: Lines, evaluation: Mapping[str, Any], done: int, total: int | None) -> list[tuple[str, str]]:
+def _key_figures(
+    metrics: Metrics, evaluation: Mapping[str, Any], done: int, total: int | None
+) -> list[tuple[str, str]]:
     entries = [(f"of {total:,} steps" if total else "steps", f"{done:,}")]
-    if losses := [line["loss"] for line in lines if line.get("loss") is not None]:
-        entries.append(("loss", _number(losses[-1])))
+    if "loss" in metrics:
+        entries.append(("loss", _number(metrics["loss"][-1])))
     for robot, errors in errors_by_robot(evaluation).items():
         trained, whose = errors["trained"], f", {robot}" if robot else ""
         if baseline := trained["mean_action"]["mse"]:
@@ -251,43 +258,40 @@ def _key_figures(lines: Lines, evaluation: Mapping[str, Any], done: int, total: 
                 (f"success in the loop{when}{whose}{unknown}", f"{tried[key] / tried['episodes']:.0%}")
                 for key, when in (("successes", ""), ("successes_at_end", " at the end"))
             ]
-    if totals := _totals(lines):
-        seconds, samples, waited = totals
+    if "samples" in metrics:
+        seconds, samples, waited = _totals(metrics)
         entries += [("samples / s", _number(samples / seconds, 3)), ("waiting for data", f"{waited / seconds:.0%}")]
     return entries
 
 
-def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], lines: Lines) -> list[tuple[str, str]]:
+def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, str]]:
     """Return hardware, attention kernels, versions and time of a run as (name, value)."""
-    entries, workers = [], (config.get("scaling") or {}).get("num_workers", 0)
+    lines, workers = [], (config.get("scaling") or {}).get("num_workers", 0)
     if hardware := facts.get("hardware"):
         device = "GPU" if facts["use_gpu"] else "CPU"
         gpus = f", {hardware['gpus']:g} GPUs ({', '.join(hardware['gpu_types'])})" if hardware["gpus"] else ""
         nodes = f"{hardware['nodes']} node{'s' * (hardware['nodes'] != 1)}"
         cluster = f"cluster of {nodes}: {hardware['cpus']:g} CPUs{gpus}"
         memory = f"{hardware['memory_bytes'] / 2**30:.3g} GiB of memory"
-        entries.append(("Hardware", f"{workers} {device} workers; {cluster}, {memory}"))
+        lines.append(("Hardware", f"{workers} {device} workers; {cluster}, {memory}"))
     if attention := facts.get("attention"):
         kernels, many = ", ".join(sorted(set(attention["backends"].values()))), len(attention["backends"])
-        entries.append(("Attention", f"{kernels}; compared with eager attention at {many} shapes before the start"))
-        entries += [("", f"not used: {plain(reason, 300)}") for reason in attention["refused"]]
+        lines.append(("Attention", f"{kernels}; compared with eager attention at {many} shapes before the start"))
+        lines += [("", f"not used: {plain(reason, 300)}") for reason in attention["refused"]]
     if versions := facts.get("versions"):
         text = ", ".join(f"{name} {version}" for name, version in versions.items())
-        entries.append(("Versions", re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", text)))
-    if totals := _totals(lines):
-        seconds, samples, _ = totals
-        entries.append(("Time", f"{_duration(seconds)} in training steps, {samples:,} samples"))
-    return entries
+        lines.append(("Versions", re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", text)))
+    if "samples" in metrics:
+        seconds, samples, _ = _totals(metrics)
+        lines.append(("Time", f"{_duration(seconds)} in training steps, {samples:,.0f} samples"))
+    return lines
 
 
-def _totals(lines: Lines) -> tuple[float, int, float] | None:
-    """Return the logged seconds of steps, the number of samples, and the seconds of waiting for data, if logged."""
-    logged = [line for line in lines if "samples" in line]
-    if not logged:
-        return None
-    steps = np.diff([line["step"] for line in logged], prepend=0)
-    seconds, waited = (float(np.dot([line[key] for line in logged], steps)) for key in ("step_s", "data_wait_s"))
-    return seconds, logged[-1]["samples"], waited
+def _totals(metrics: Metrics) -> tuple[float, float, float]:
+    """Return the logged seconds of steps, the number of samples, and the seconds of waiting for data."""
+    steps = np.diff(metrics["step"], prepend=0)
+    seconds = float((metrics["step_s"] * steps).sum())
+    return seconds, float(metrics["samples"][-1]), float((metrics["data_wait_s"] * steps).sum())
 
 
 def _held_out(evaluation: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -373,10 +377,7 @@ def _draw_look(look: Look) -> dict[str, Any]:
     curves = []
     for key, values in look.curves.items():
         names, label = dimension_names(meta, key), f"{key} over time in episode {look.shown}:"
-
-        def draw(part: slice, values: np.ndarray = values, names: Sequence[str] = names) -> figures.Figure:
-            return figures.strips(look.time_s, values[:, part], names[part])
-
+        draw = partial(_strips, look.time_s, values, names)
         curves += _in_parts(plain(key), label, names, draw)
     ranges = {}
     for key, dims in look.ranges.items():
@@ -406,7 +407,13 @@ def _draw_look(look: Look) -> dict[str, Any]:
     }
 
 
-# ---- numbers, templates -----------------------------------------------------------------------------------------
+# ---- reading, numbers, writing ----------------------------------------------------------------------------------
+
+
+def columns(lines: Sequence[Mapping[str, Any]]) -> Metrics:
+    """Convert the numbers of log lines to float64 columns, NaN where a line has none; `{}` for no lines."""
+    keys = dict.fromkeys(key for line in lines for key, value in line.items() if not isinstance(value, dict | list))
+    return {key: np.array([math.nan if line.get(key) is None else float(line[key]) for line in lines]) for key in keys}
 
 
 def _number(value: float, digits: int = 4) -> str:
@@ -416,6 +423,10 @@ def _number(value: float, digits: int = 4) -> str:
     if abs(value) >= 10**digits and abs(value) < 1e12:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
+
+
+def _strips(time_s: np.ndarray, values: np.ndarray, names: Sequence[str], part: slice) -> figures.Figure:
+    return figures.strips(time_s, values[:, part], names[part])
 
 
 def _duration(seconds: float) -> str:
@@ -461,6 +472,11 @@ def _content_policy(style: str) -> str:
             "base-uri 'none'; form-action 'none'",
         )
     )
+
+
+def write_page(path: Path, text: str) -> Path:
+    write_whole(path, text)
+    return path
 
 
 def main(argv: Sequence[str] | None = None) -> int:

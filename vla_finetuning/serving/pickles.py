@@ -64,7 +64,8 @@ class _Reader(pickle._Unpickler):
 def read_pickle(data: bytes, name: str) -> dict[str, Any]:
     """Return the fields of a pickled dataclass of LeRobot's, whose class is called `name`.
 
-    Raises ValueError if the pickle is of another class, uses an unknown name, or is damaged.
+    Raises:
+        ValueError: the pickle is of another class, uses an unknown name, or is damaged.
     """
     try:
         call = _Reader(io.BytesIO(data)).load()
@@ -107,9 +108,12 @@ def _code(dtype: Any) -> str | None:
 
 
 def array_of(data: Any, dtype: Any, shape: Any, fortran: bool = False) -> np.ndarray:
-    """Make an array of numbers from received bytes; `dtype` is as `numpy.dtype.str`, for example "<f4".
+    """Make an array of numbers from received bytes.
 
-    Raises ValueError if `dtype` is not numeric, or `shape` does not fit the bytes.
+    Args:
+        dtype: as `numpy.dtype.str`, for example "<f4".
+    Raises:
+        ValueError: `dtype` is not numeric, or `shape` does not fit the bytes.
     """
     if not isinstance(dtype, str) or not _NUMBERS.fullmatch(dtype):
         raise ValueError(f"an array is of type {dtype!r}: send numbers, as '<f4' or '|u1'")
