@@ -1,11 +1,11 @@
 """Measure the tests: change a module in one small place, and see whether its own tests notice.
 
-python ci/mutants.py [--sample 20] [--seed 0] [--fresh] [MODULE ...]
+python ci/mutants.py [--sample 20] [--seed 0] [MODULE ...]
 
 Each mutant is run by pytest in a process of its own, which imports the changed source from memory: no file changes.
-The process is forked from one that has imported the packages already; --fresh starts it anew, for comparison. A mutant
-that exceeds the time limit counts as noticed. Exits with 1 where the tests notice less than 90 % of a module's mutants.
-Those that change no behaviour are in mutants.toml, with the reason.
+The process is forked from one that has imported the packages already. A mutant that exceeds the time limit counts as
+noticed. Exits with 1 where the tests notice less than 90 % of a module's mutants. Those that change no behaviour are in
+mutants.toml, with the reason.
 """
 
 from __future__ import annotations
@@ -163,9 +163,8 @@ class WithoutRay:
 def run_tests(file: str, text: str, limit_cpu_s: int, imported: Path | None = None) -> None:
     """In a process of its own: exit with what pytest says of a module with this text.
 
-    Args:
-        limit_cpu_s: what endless loops are ended by, however busy the machine is.
-        imported: a file that gets the names of the packages' modules that the tests import.
+    `limit_cpu_s` ends endless loops, however busy the machine is. The file `imported` gets the names of the packages'
+    modules that the tests import.
     """
     os.setsid()
     resource.setrlimit(resource.RLIMIT_CPU, (limit_cpu_s, limit_cpu_s))
@@ -196,11 +195,7 @@ def passes(method: str, limit_s: float, *args: object) -> bool:
 
 
 def unchanged_run(file: str, source: str) -> tuple[float, float, list[str]]:
-    """Seconds that a module's tests take, those of a CPU, and what they import; in a fresh process.
-
-    Raises:
-        SystemExit: they fail.
-    """
+    """Seconds that a module's tests take, those of a CPU, and what they import; in a fresh process."""
     begin, cpu_begin, imported = time.perf_counter(), _children_cpu_s(), Path(tempfile.mkstemp()[1])
     if not passes("spawn", 1800.0, file, source, 1800, imported):
         raise SystemExit(f"{file}: its tests {TESTS[file]} fail as it is; mend them first")
@@ -240,7 +235,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="part of a file's name; all without")
     parser.add_argument("--sample", type=int, default=20, help="mutants of each module")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fresh", action="store_true", help="start every process anew instead of forking")
     options = parser.parse_args(argv)
     chosen = [file for file in TESTS if not options.modules or any(name in file for name in options.modules)]
     if not chosen:
@@ -253,11 +247,10 @@ def main(argv: list[str]) -> int:
         useful = useful_mutants(file, source)
         drawn = random.Random(f"{options.seed} {file}").sample(useful, min(options.sample, len(useful)))
         took_s, cpu_s, names = unchanged_run(file, source)
-        if not options.fresh:
-            import_before(names)
-        method, alive = "spawn" if options.fresh else "fork", 0
+        import_before(names)
+        alive = 0
         for mutant in sorted(drawn):
-            if passes(method, 60 + 5 * took_s, file, mutant.text, 10 + int(2 * cpu_s)):
+            if passes("fork", 60 + 5 * took_s, file, mutant.text, 10 + int(2 * cpu_s)):
                 alive += 1
                 print(f"{file}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
         rate = 1 - alive / len(drawn)
