@@ -207,9 +207,9 @@ def test_every_condition_names_an_option_and_a_value_that_it_takes():
 SECRET = "wJalr/XUtn+FEMI/canary"
 
 
-@pytest.mark.parametrize(
-    "root", [f"s3://AKIA:{SECRET}@b/arm", f"gs://{SECRET.replace('/', '')}@b", f"ftp://u:{SECRET}@h"]
-)
+ROOTS = [f"s3://AKIA:{SECRET}@b/arm", f"gs://{SECRET.replace('/', '')}@b", f"ftp://u:{SECRET}@h"]
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -226,13 +226,16 @@ SECRET = "wJalr/XUtn+FEMI/canary"
         ["--config_path={}"],
     ],
 )
-def test_an_address_with_credentials_is_refused_and_not_repeated(flags, root):
+def test_an_address_with_credentials_is_refused_and_not_repeated(flags):
     """Before anything else is looked at, whatever else is wrong."""
-    flags = [flag.format(root) for flag in flags]
-    with pytest.raises(ValueError, match="an address with credentials in it .* is refused.*environment") as refused:
-        parse_args([*DATA[1:], *flags, "--batch_size=many"])
-    assert "canary" not in str(refused.value) and refused.value.__cause__ is None
-    assert re.match("--(dataset.ro|dataset.mix|policy.path|output_dir|config_path)|command line:", str(refused.value))
+    for root in ROOTS:
+        given = [flag.format(root) for flag in flags]
+        with pytest.raises(ValueError, match="an address with credentials in it .* is refused.*environment") as refused:
+            parse_args([*DATA[1:], *given, "--batch_size=many"])
+        assert "canary" not in str(refused.value) and refused.value.__cause__ is None
+        assert re.match(
+            "--(dataset.ro|dataset.mix|policy.path|output_dir|config_path)|command line:", str(refused.value)
+        )
 
 
 def test_nor_is_one_of_a_file_of_options(tmp_path):
@@ -251,7 +254,7 @@ def test_nor_is_one_of_a_file_of_options(tmp_path):
             "s3://bucket/arm@2",
             "s3://bucket/a:b@2",
             "http://127.0.0.1:9000/arm@2",
-            "hf://datasets/a/b@main",
+            "hf://datasets/a/b@m",
         ),
         *("s3://arn:aws:s3:eu-west-1:1:accesspoint/arms/a@2", "abfs://container@account.dfs.core.windows.net/arm"),
         *("s3://a,b@2", "s3://a:80,/b@2"),
@@ -272,11 +275,8 @@ def test_a_job_that_is_retried_goes_on_where_there_is_a_run(tmp_path):
     assert not parse_args([f"--config_path={tmp_path / CONFIG_NAME}", f"--output_dir={tmp_path / 'other'}"]).resume
     with pytest.raises(ValueError, match="--resume=maybe: expected true, false or auto"):
         parse_args([*flags, "--resume=maybe"])
-
-
-def test_resuming_nothing(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no run; start one without --resume"):
-        parse_args([f"--output_dir={tmp_path}", "--resume"])
+        parse_args([f"--output_dir={tmp_path / 'other'}", "--resume"])
 
 
 def test_steps_from_epochs_and_the_smoke_cap(monkeypatch):
@@ -322,7 +322,7 @@ def test_the_page_of_flags_is_what_the_options_make():
     assert (Path(__file__).parents[1] / "docs" / "flags.md").read_text() == page() + "\n"
 
 
-@pytest.mark.parametrize("name", ["dataset.root", "policy.path", "output_dir", "dataset.cache_dir", "steps"])
+@pytest.mark.parametrize("name", ["dataset.root", "steps"])
 @pytest.mark.parametrize("empty", ["", "  "])
 def test_an_empty_value_is_refused(name, empty):
     """As an unset variable leaves it: `--preset demo --dataset.root=$DATA` trained on the demo."""
@@ -401,11 +401,6 @@ def test_what_is_left_blank_in_a_file_of_a_mixture_is_not_given(tmp_path):
     path.write_text("members:\n- root: /a\n  tasks:\n  camera_keys: ~\n  episodes: null\n")
     (member,) = members(parse_args([*DATA[1:], f"--dataset.mixture=@{path}"]).dataset.mixture)
     assert (member.root, member.tasks, member.camera_keys, member.episodes) == ("/a", None, None, None)
-
-
-def test_a_mixture_names_its_roots():
-    dataset = parse_args([*DATA[1:], '--dataset.mixture={"s3://a/b": 2, "/c": 0.5}']).dataset
-    assert dataset.roots == ["s3://a/b", "/c"] and dataset.mixture["/c"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -118,32 +118,21 @@ def test_no_circles():
 
 
 @pytest.mark.parametrize(
-    "how", ["from {} import x", "def f():\n    from {} import x", "if TYPE_CHECKING:\n    import {}"]
-)
-@pytest.mark.parametrize(
-    ("unit", "upward"),
+    ("module", "upward", "how"),
     [
-        ("environment", "data.plan"),
-        ("data", "policies.pi05"),
-        ("policies", "plan.resolve"),
-        ("run", "plan.rows"),
-        ("plan", "training.worker"),
-        ("envs", "policies.pi05"),
-        ("rollouts", "plan.resolve"),
-        ("report", "evaluation.open_loop"),
-        ("training", "report.page"),
+        ("environment", "data.plan", "from {} import x"),
+        ("data.planted", "policies.pi05", "def f():\n    from {} import x"),
+        ("plan.planted", "training.worker", "if TYPE_CHECKING:\n    import {}"),
     ],
 )
-def test_a_planted_upward_import_is_named(tmp_path, unit, upward, how):
-    for name in (unit, upward):
-        path = tmp_path / PACKAGE / f"{name.replace('.', '/')}.py"
-        path = path if "." in name or name == "environment" else path.with_suffix("") / "planted.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    path = next(p for p in (tmp_path / PACKAGE).rglob("*.py") if p.stem in ("planted", "environment"))
+def test_a_planted_upward_import_is_named(tmp_path, module, upward, how):
+    path, other = (tmp_path / PACKAGE / f"{name.replace('.', '/')}.py" for name in (module, upward))
+    for file in (path, other):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
     path.write_text(how.format(f"{PACKAGE}.{upward}") + "\n")
     (found,) = offending(tmp_path)
-    assert f"{PACKAGE}.{unit} must not know {PACKAGE}.{upward}" in found and path.name in found
+    assert f"{PACKAGE}.{module.partition('.')[0]} must not know {PACKAGE}.{upward}" in found and path.name in found
 
 
 def test_a_planted_circle_is_found(tmp_path):
@@ -188,25 +177,23 @@ def test_a_policy_is_named_in_policies_alone():
     assert not list(naming_policies(ROOT))
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
+def test_planted_names_of_policies_are_found(tmp_path):
+    lines = [
+        "action = 'acting'",
         "from lerobot.policies.act.configuration_act import ACTConfig",
         "import lerobot.policies.act",
         "from vla_finetuning.policies.families.pi05 import prompt_lengths",
         "from vla_finetuning.policies import tiny_pi05",
-        "def f(config): return config.type in {'pi0', 'act'}",
         "def f(loss): return isinstance(loss, family.PI05Loss)",
         "class SmolVLALoss: pass",
-    ],
-)
-@pytest.mark.parametrize("unit", ["run", "benchmarks"])
-def test_a_planted_name_of_a_policy_is_found(tmp_path, how, unit):
-    path = tmp_path / ("benchmarks/planted.py" if unit == "benchmarks" else f"{PACKAGE}/run/planted.py")
-    path.parent.mkdir(parents=True)
-    path.write_text(f"action = 'acting'\n{how}\n")
-    of_benchmarks = unit == "benchmarks" and ".type" in how  # a flag on a command line
-    assert set(naming_policies(tmp_path)) == (set() if of_benchmarks else {f"{path.relative_to(tmp_path)}:2"})
+        "def f(config): return config.type in {'pi0', 'act'}",
+    ]
+    for file, last in ((f"{PACKAGE}/run/planted.py", 8), ("benchmarks/planted.py", 7)):  # which choose by type
+        path = tmp_path / file
+        path.parent.mkdir(parents=True)
+        path.write_text("\n".join(lines))
+        found = {place for place in naming_policies(tmp_path) if place.startswith(file)}
+        assert found == {f"{file}:{line}" for line in range(2, last + 1)}
 
 
 # ---- the data wing alone --------------------------------------------------------------------------------------------

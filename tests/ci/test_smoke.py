@@ -80,13 +80,13 @@ def test_what_cannot_be_judged_is_not_run(tmp_path):
 
 
 def test_a_notebook_needs_parameters_and_figures():
+    for cells, problem in (
+        ([code("", "figure")], "0 cells are tagged `parameters`"),
+        ([code(PARAMETERS, "parameters")] * 2 + [code("", "figure")], "2 cells are tagged `parameters`"),
+        ([code(PARAMETERS, "parameters")], "missing figures would go unnoticed"),
+    ):
+        assert problem in problems_before(v4.new_notebook(cells=cells))[0]
     assert problems_before(notebook()) == []
-    assert "0 cells are tagged `parameters`" in problems_before(v4.new_notebook(cells=[code("", "figure")]))[0]
-    assert "2 cells are tagged `parameters`" in problems_before(notebook(code(PARAMETERS, "parameters")))[0]
-    assert (
-        "missing figures would go unnoticed"
-        in problems_before(v4.new_notebook(cells=[code(PARAMETERS, "parameters")]))[0]
-    )
 
 
 @pytest.mark.parametrize(

@@ -56,23 +56,26 @@ def test_a_plain_run_overrules_nothing(changed):
     assert notes_of(resolved(changed())) == []
 
 
-@pytest.mark.parametrize(
-    ("saved", "flags", "line"),
-    [
-        ({"compile_model": True}, {}, "compile_model=true .* overruled by --train.compile=false"),
-        ({"use_amp": True}, {"train.precision": "fp32"}, "use_amp=true .* overruled by --train.precision=fp32"),
-        ({"device": "mps"}, {}, "device=mps .* overruled by --scaling.use_gpu=false"),
-        ({"repo_id": "a/b"}, {}, "repo_id=a/b .* overruled by --policy.repo_id, which is absent"),
-        ({"repo_id": "a/b"}, {"policy.repo_id": "c/d"}, "repo_id=a/b .* overruled by --policy.repo_id=c/d"),
-        ({"use_peft": True}, {}, "use_peft=true .* overruled by --peft.method_type, which is absent"),
-        ({"optimizer_lr": 3e-5}, {"lr": "1e-4"}, "optimizer_lr=3e-05 .* overruled by --lr=0.0001"),
-        ({"optimizer_weight_decay": 0.5}, {"optimizer.weight_decay": 0}, "decay=0.5 .* --optimizer.weight_decay=0"),
-        ({"scheduler_decay_steps": 7}, {"warmup_frac": 0.1}, "scheduler_decay_steps=7.* overruled by --warmup_frac"),
-        ({"dtype": "bfloat16"}, {"policy.dtype": "float32"}, "dtype=bfloat16 .* overruled by --policy.dtype=float32"),
-    ],
-)
-def test_other_decisions_of_the_run_are_said_to_overrule_the_base(changed, saved, flags, line):
-    assert any(re.search(line, note) for note in notes_of(resolved(changed(**saved), **flags)))
+def test_other_decisions_of_the_run_are_said_to_overrule_the_base(changed):
+    decided = {
+        "compile_model": (True, {}, "=true .* overruled by --train.compile=false"),
+        "use_amp": (True, {"train.precision": "fp32"}, "=true .* overruled by --train.precision=fp32"),
+        "device": ("mps", {}, "=mps .* overruled by --scaling.use_gpu=false"),
+        "repo_id": ("a/b", {"policy.repo_id": "c/d"}, "=a/b .* overruled by --policy.repo_id=c/d"),
+        "use_peft": (True, {}, "=true .* overruled by --peft.method_type, which is absent"),
+        "optimizer_lr": (3e-5, {"lr": "1e-4"}, "=3e-05 .* overruled by --lr=0.0001"),
+        "optimizer_weight_decay": (0.5, {"optimizer.weight_decay": 0}, "=0.5 .* --optimizer.weight_decay=0"),
+        "scheduler_decay_steps": (7, {"warmup_frac": 0.1}, "=7.* overruled by --warmup_frac"),
+        "dtype": ("bfloat16", {"policy.dtype": "float32"}, "=bfloat16 .* overruled by --policy.dtype=float32"),
+    }
+    base = changed(**{name: saved for name, (saved, _, _) in decided.items()})
+    notes = notes_of(
+        resolved(base, **{flag: value for _, flags, _ in decided.values() for flag, value in flags.items()})
+    )
+    for name, (_, _, line) in decided.items():
+        assert any(re.search(f"{name}{line}", note) for note in notes), (name, notes)
+    notes = notes_of(resolved(changed(repo_id="a/b")))
+    assert notes == ["repo_id=a/b of the base's config.json is overruled by --policy.repo_id, which is absent"]
 
 
 @pytest.mark.parametrize(

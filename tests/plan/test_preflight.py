@@ -248,26 +248,23 @@ def test_the_policy_of_the_only_robot_is_not_in_a_folder_of_its_name(setting, tm
     assert result_problem(config) is None
 
 
-@pytest.mark.parametrize(
-    ("lost", "problem"),
-    [
-        ("", "holds no policy"),
-        ("model.safetensors", "lacks model.safetensors"),
-        ("policy_preprocessor.json", "lacks policy_preprocessor.json"),
-        ("half of model.safetensors", "model.safetensors is damaged"),
-        ("state", "lacks policy_preprocessor_step_"),
-    ],
-)
-def test_a_policy_that_is_gone_is_not_said_to_be_there(finished, tmp_path, capsys, lost, problem):
+def test_a_policy_that_is_gone_is_not_said_to_be_there(finished, setting, tmp_path, capsys):
     run, exported = finished
-    if lost.startswith("half of "):
-        os.truncate(exported / lost[8:], (exported / lost[8:]).stat().st_size // 2)
-    else:
-        remove(next(exported.glob("policy_preprocessor_step_*")) if lost == "state" else exported / lost)
+    for lost, problem in {
+        "policy_preprocessor_step_*": "lacks policy_preprocessor_step_",
+        "policy_preprocessor.json": "lacks policy_preprocessor.json",
+        "model.safetensors": "lacks model.safetensors",
+        ".": "holds no policy",
+    }.items():
+        for path in list(exported.glob(lost)) if "*" in lost else [exported / lost]:
+            remove(path)
+        assert problem in result_problem(run.config)
+        shutil.copytree(setting[2], exported, dirs_exist_ok=True)
+    os.truncate(exported / "model.safetensors", (exported / "model.safetensors").stat().st_size // 2)
     argv = [f"--output_dir={tmp_path / 'run'}", "--resume", "--dry_run"]
     assert vla.main(argv) == 0
     printed = capsys.readouterr().out
-    assert f"did all of its steps, but {exported}" in printed and f"{problem}" in printed
+    assert f"did all of its steps, but {exported}" in printed and "model.safetensors is damaged" in printed
     assert "it is written again" in printed and "Resuming     from step 2" in printed
     shutil.rmtree(run.job.checkpoints_dir)
     assert vla.main(argv) == 2 and "no checkpoint that can be used" in capsys.readouterr().err
