@@ -275,11 +275,12 @@ def _describe_states(options: GrpoOptions, scene: Scene) -> list[str]:
     trained, evaluated = sum(len(split.trained) for split in states), sum(len(split.evaluated) for split in states)
     per_state = options.iterations * options.groups / len(scene.tasks)
     per_state /= min(len(split.trained) for split in states)
-    lines = [
-        f"States       {sum(split.count for split in states)} initial states in {len(states)} lists, one per task: "
-        f"{trained} train, {per_state:.1f} groups begin in each"
-    ]
+    held_out = "none is held out: evaluation is on states that were trained"
     if options.reserved_states:
-        note = f"{evaluated} are held out of training, for evaluation: the last {options.reserved_states} per task"
-        return [*lines, f"             {note} ({INITIAL_STATES_NAME})"]
-    return [*lines, "             none is held out: evaluation is on states that were trained"]
+        held_out = f"{evaluated} are held out of training, for evaluation: the last {options.reserved_states} per task"
+        held_out += f" ({INITIAL_STATES_NAME})"
+    return [
+        f"States       {sum(split.count for split in states)} initial states in {len(states)} lists, one per task: "
+        f"{trained} train, {per_state:.1f} groups begin in each",
+        f"             {held_out}",
+    ]

@@ -68,7 +68,7 @@ class ValueRun:
 
 
 def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: Datasets | None = None) -> ValueRun:
-    """Find, read and check everything that the run needs, but `datasets` that `preflight.examine` has found already.
+    """Find, read and check everything that the run needs, but for `datasets` that `preflight.examine` has found.
 
     Raises ValueError or FileNotFoundError, which name the remedy.
     """

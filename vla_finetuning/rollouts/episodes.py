@@ -42,10 +42,10 @@ class Condition:
 
 @dataclass(frozen=True)
 class Episode:
-    """An episode to play, under the condition of a name, with the seed of its environment.
+    """An episode to play: names of its condition and task, its number, and the seed of its environment.
 
-    `episode` is its number: modulo the length of the environment's list of initial states, if it has one, the index of
-    its initial state, as in `lerobot-eval`.
+    If the environment has a list of initial states, it begins in the one with the index `episode` modulo the list's
+    length, as in `lerobot-eval`.
     """
 
     condition: str

@@ -72,7 +72,7 @@ def play_again(
     actions: np.ndarray,
     renders: Callable[[int], bool] = lambda number: True,
 ) -> Iterator[Moment]:
-    """Replay the episode of a line from its executed actions, (steps, A); yield the moment after the reset and each.
+    """Replay a line's episode from all executed actions, (steps, A); yield the moment after its reset and each action.
 
     `renders` says after which numbers of actions to render. Raises NotRepeatedError if the replay starts or ends in
     another state than the line says, or the environment raises.

@@ -118,7 +118,7 @@ class InTurn(Policy):
 
 
 class Scheduler:
-    """A pool of stages that plays lists of episodes. The constructor starts the stages, of so many slots and CPUs."""
+    """A pool of stages that plays lists of episodes. The constructor starts them, each with `slots` environments."""
 
     def __init__(
         self, makers: Mapping[str, Maker], *, stages: int, slots: int, cpus: float, step_limit_s: float

@@ -47,8 +47,8 @@ class Decision:
 class Stage:
     """Environments of several tasks, and the episodes that run in them, one in each of `slots`.
 
-    The constructor makes the first task's environment, to fail early. After a step of `step_limit_s` seconds, or such a
-    reset but an environment's first, the process ends; Python cannot interrupt a native call that hangs.
+    The constructor makes the first task's environment, to fail early. The process ends when a step, or a reset but an
+    environment's first, takes more than `step_limit_s` seconds: Python cannot interrupt a native call that hangs.
     """
 
     def __init__(self, makers: Mapping[str, Maker], slots: int, step_limit_s: float) -> None:
