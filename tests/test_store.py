@@ -138,9 +138,9 @@ def test_an_upload_to_googles_store_goes_on_while_it_is_answered(googles_faults,
     store.delete([key])
     googles_faults.choose = lambda request: "stall" if "partNumber=2" in request.url else None
     started = time.monotonic()
-    with pytest.raises(StorageError, match="the store does not answer"), within(1):
+    with pytest.raises(StorageError, match="the store does not answer"), within(0.4):
         store.upload(file, key)
-    assert time.monotonic() - started < 6 and not store.below("")
+    assert time.monotonic() - started < 4 and not store.below("")
 
 
 def test_folders_that_a_console_made_are_no_files(bucket):
@@ -173,11 +173,11 @@ def test_a_put_whose_answer_is_lost_is_our_own(bucket, faults):
 def test_a_store_that_is_away_for_good(bucket, faults):
     faults.choose = lambda request: "503"
     message = r"s3://runs/a: the store does not answer .*check the network"
-    with pytest.raises(StorageError, match=message), within(0.5):
+    with pytest.raises(StorageError, match=message), within(0.2):
         bucket.put("a", b"1")
     faults.choose = lambda request: "stall"
-    with pytest.raises(StorageError, match="the store does not answer"), within(0.5):
-        bucket.get("a")[0]
+    with pytest.raises(StorageError, match="the store does not answer"), within(0.2):
+        bucket.delete(["a", "b"])  # in threads
 
 
 def test_a_store_that_refuses_is_not_asked_again(bucket, faults):

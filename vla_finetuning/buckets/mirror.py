@@ -182,7 +182,7 @@ class Mirror:
             changed = [entry for entry, content in objects.items() if self._is_changed_remotely(entry, content)]
             fetched = [entry for entry in changed if entry == name or not is_heavy(_below(entry, name))]
             with ThreadPoolExecutor(AT_ONCE) as pool:
-                in_parallel(pool, lambda entry: self._fetch(entry, objects[entry]), fetched)
+                in_parallel(lambda entry: self._fetch(entry, objects[entry]), fetched, pool)
             for entry, state in list(self._known.items()):
                 is_listed = _is_in(entry, name) and not (at_the_top and "/" in _below(entry, name))
                 is_gone = is_listed and entry not in objects and state.listed_tag is not None

@@ -10,7 +10,6 @@ neither stores nor prints them.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import itertools
 import json
@@ -21,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -133,7 +133,7 @@ class Store:
 
         with open(file, "wb") as target:
             for starts in itertools.batched(range(0, content.size, PIECE_BYTES), PIECES):
-                target.writelines(in_parallel(_pieces(), receive, starts))
+                target.writelines(in_parallel(receive, starts))
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Store:
             with contextlib.suppress(FileNotFoundError):
                 self._call(key, obstore.delete, key)
 
-        in_parallel(_pieces(), delete_one, keys)
+        in_parallel(delete_one, keys)
 
     def abort_uploads(self, key: str) -> None:
         """Abort uploads below `key` that dead processes left incomplete: they cost money and are not listed.
@@ -475,7 +475,7 @@ def _summarize(error: BaseException) -> str:
 
 # ---- patience -----------------------------------------------------------------------------------------------------
 
-_patience_s: contextvars.ContextVar[float | None] = contextvars.ContextVar("patience_s", default=None)
+_patience_s: ContextVar[float | None] = ContextVar("patience_s", default=None)
 _longest_s = float("inf")
 
 
@@ -495,12 +495,13 @@ def within(patience_s: float) -> Iterator[None]:
         _patience_s.reset(before)
 
 
-def in_parallel(pool: ThreadPoolExecutor, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """Call a function for each item in a pool's threads, with the time limit of this thread (`within`)."""
-    calls = [pool.submit(contextvars.copy_context().run, function, item) for item in items]
-    return [call.result() for call in calls]
-
-
 @functools.cache
-def _pieces() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(PIECES, thread_name_prefix="bucket")
+def request_threads() -> ThreadPoolExecutor:
+    """Return the threads in which this process makes requests at once."""
+    return ThreadPoolExecutor(16, thread_name_prefix="object-store")
+
+
+def in_parallel(function: Callable[[Any], Any], items: Iterable[Any], threads: Any = None) -> list[Any]:
+    """Call a function for each item in threads (`request_threads`), with the time limit of this one (`within`)."""
+    calls = [(threads or request_threads()).submit(copy_context().run, function, item) for item in items]
+    return [call.result() for call in calls]

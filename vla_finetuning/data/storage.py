@@ -8,11 +8,10 @@ prefetches ranges in parallel. Every request is conditional on the content that 
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,15 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from vla_finetuning.buckets.store import PROTOCOLS, ChangedError, Content, StorageError, Store, split_address
+from vla_finetuning.buckets.store import (
+    PROTOCOLS,
+    ChangedError,
+    Content,
+    StorageError,
+    Store,
+    request_threads,
+    split_address,
+)
 from vla_finetuning.data.disk_cache import DiskCache, disk_cache
 from vla_finetuning.environment import CACHE_GB, Timeouts
 
@@ -32,8 +39,6 @@ AHEAD_BYTES = 2**20
 KEPT_BLOCKS = 256
 # Largest gap between two blocks that one request fetches.
 GAP_BYTES = 2**19
-# Parallel requests of a process.
-MAX_REQUESTS = 16
 # Largest request, so that a slow connection finishes it within the time limit.
 MAX_REQUEST_BYTES = 16 * 2**20
 
@@ -207,12 +212,6 @@ def _identity(fs: RemoteFileSystem, path: str, content: Content) -> str | None:
 CachedBlocks = tuple[DiskCache, Path]
 
 
-@functools.cache
-def _requests() -> ThreadPoolExecutor:
-    """Return the thread pool for requests of this process."""
-    return ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="object-store")
-
-
 class RemoteFile(io.RawIOBase):
     """A read-only file in a store. Reads use prefetched blocks (`ask`), or fetch blocks with read-ahead.
 
@@ -270,7 +269,7 @@ class RemoteFile(io.RawIOBase):
         for start, end in ranges:
             blocks.update(range(max(0, start) // BLOCK_BYTES, -(-min(end, self.size) // BLOCK_BYTES)))
         for first, last in _runs(sorted(blocks - self._blocks.keys() - self._coming.keys())):
-            request = _requests().submit(self._get, first, last, self.cached_blocks)
+            request = request_threads().submit(self._get, first, last, self.cached_blocks)
             self._coming |= dict.fromkeys(range(first, last), (first, request))
 
     def close(self) -> None:
