@@ -118,6 +118,17 @@ def test_where_only_the_top_is_asked_for_nothing_below_is_listed(url, faults):
     assert {str(file.relative_to(other)) for file in other.rglob("*.*")} == {"metrics.jsonl", "evaluations/b.json"}
 
 
+def test_a_pull_from_a_store_that_is_away_gives_up_at_the_first_error(url, faults):
+    bucket, folder = Bucket(url), as_path(url)
+    for number in range(40):
+        bucket.write(f"{number}.json", b"{}")
+    faults.choose = lambda request: "503" if request.path.endswith(".json") else None
+    faults.requests.clear()
+    with pytest.raises(StorageError), within(0.2):
+        pull(folder)
+    assert len({request.path for request in faults.requests}) < 30
+
+
 def test_large_files_are_fetched_on_request(url, monkeypatch):
     monkeypatch.setattr(mirror, "PIECE_BYTES", 2**20)
     one, other, data = as_path(url), other_process(url), os.urandom(3 * 2**20)

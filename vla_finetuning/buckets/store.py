@@ -502,6 +502,13 @@ def request_threads() -> ThreadPoolExecutor:
 
 
 def in_parallel(function: Callable[[Any], Any], items: Iterable[Any], threads: Any = None) -> list[Any]:
-    """Call a function for each item in threads (`request_threads`), with the time limit of this one (`within`)."""
+    """Call a function for each item in threads (`request_threads`), with the time limit of this one (`within`).
+
+    After an error, no further call begins.
+    """
     calls = [(threads or request_threads()).submit(copy_context().run, function, item) for item in items]
-    return [call.result() for call in calls]
+    try:
+        return [call.result() for call in calls]
+    finally:
+        for call in calls:
+            call.cancel()
