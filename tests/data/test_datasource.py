@@ -727,7 +727,7 @@ def test_a_column_whose_name_begins_others(tmp_path):
     with safe_parquet.open_parquet(meta.fs, path) as file:
         assert file.metadata.num_row_groups == 1
         budget = safe_parquet.Budget("rows", 2**30)
-        assert safe_parquet.read_columns(file, ["action"], budget, name=path).column_names == ["action"]
+        assert safe_parquet.read_columns(file, ["action"], budget).column_names == ["action"]
         assert budget.taken < 1.5 * length * 8 * 4
 
 

@@ -228,7 +228,7 @@ def test_columns_of_a_parquet_file_are_fetched_side_by_side(bucket, proxied):
             together.wait(60)
 
         faults.choose = wait_for_the_others
-        found = read_columns(parquet, ["a", "c"], Budget("rows", 2**30), name="table.parquet")
+        found = read_columns(parquet, ["a", "c"], Budget("rows", 2**30))
     assert found.equals(table.select(["a", "c"])) and not together.broken
     assert len(faults.requests) == 3 and sum(r.sent_bytes for r in faults.requests) < 0.8 * len(file.getvalue())
 

@@ -61,7 +61,7 @@ def test_extension_types_are_never_deserialised(root):
             pq.write_table(plain.append_column("extra", extra), path)
             assert load_metadata(root).tasks == tasks
             with open_parquet(LocalFileSystem(), str(path)) as file:
-                found = read_columns(file, ["extra"], Budget("rows", 10_000), name="a file")["extra"]
+                found = read_columns(file, ["extra"], Budget("rows", 10_000))["extra"]
             assert "test.spy" not in str(found.type) and len(found) == len(tasks)
             assert calls == []
             pq.read_schema(path)
@@ -101,8 +101,8 @@ def write_forms(path):
 
 
 def read(path, columns, budget, **options):
-    with open_parquet(LocalFileSystem(), str(path)) as file:
-        return read_columns(file, columns, budget, name="a file", **options)
+    with open_parquet(LocalFileSystem(), str(path), name="a file") as file:
+        return read_columns(file, columns, budget, **options)
 
 
 def test_texts_of_every_form_come_out_as_they_are(tmp_path):

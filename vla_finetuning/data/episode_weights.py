@@ -121,7 +121,7 @@ def _read_column(meta: DatasetMetadata, name: str) -> np.ndarray:
                     f"{label}: {FLAG}={name} names a column of numbers, and it {state}; those are {usable!s:.300}; a "
                     "file is given as @FILE"
                 )
-            part = read_columns(file, ["episode_index", name], budget, name=label)
+            part = read_columns(file, ["episode_index", name], budget)
         weight[_numbers(part["episode_index"]).astype(np.int64)] = _numbers(part[name])
     return weight
 
@@ -152,7 +152,7 @@ def _read_values(path: Path, roots: Sequence[str], named: Callable[[str], str], 
             budget = Budget("episodes", MAX_EPISODES_BYTES)
             with open_parquet(LocalFileSystem(), str(path)) as file:
                 columns = [c for c in ("episode_index", column, "dataset") if c in file.schema_arrow.names]
-                by_root = _parse_table(read_columns(file, columns, budget, name=str(path)), named, column)
+                by_root = _parse_table(read_columns(file, columns, budget), named, column)
         else:
             raise ValueError("its name does not say what it is")
     except (ValueError, TypeError, KeyError, pa.ArrowException) as error:

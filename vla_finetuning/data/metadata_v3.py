@@ -52,7 +52,7 @@ def _read_texts(fs: fsspec.AbstractFileSystem, base: str, path: str, kind: str) 
             raise ValueError(
                 f"{path}: expected the columns {number} and {kind} (or an index of texts), found {names!s:.200}"
             )
-        table = read_columns(file, [number, text_column], Budget(f"{kind}s", MAX_TASKS_BYTES), name=path)
+        table = read_columns(file, [number, text_column], Budget(f"{kind}s", MAX_TASKS_BYTES))
     indices = _int_column(table, number, path, low=0).tolist()
     texts = table[text_column]
     if not pa.types.is_string(texts.type) and not pa.types.is_large_string(texts.type):
@@ -124,7 +124,7 @@ def _read_file(fs: fsspec.AbstractFileSystem, base: str, path: str, names: list[
         stored = file.schema_arrow.names
         if missing := sorted(set(names) - set(stored)):
             raise ValueError(f"{path}: lacks the columns {shorten(missing)}")
-        return read_columns(file, [*names, *(["tasks"] if "tasks" in stored else [])], budget, name=path)
+        return read_columns(file, [*names, *(["tasks"] if "tasks" in stored else [])], budget)
 
 
 def _int_column(table: pa.Table, name: str, path: str, *, low: int, high: int = 2**62) -> np.ndarray:

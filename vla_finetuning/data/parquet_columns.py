@@ -107,7 +107,7 @@ def read_groups(file: DataFile, columns: Collection[str], spans: Sequence[Span] 
             selected[first : np.searchsorted(group_first, span.last, "left")] = True
         groups = np.flatnonzero(selected)
         budget = Budget("rows of the row groups that hold what is wanted", MAX_DATA_BYTES)
-        table = read_columns(parquet, columns, budget, name=file.name, groups=groups.tolist())
+        table = read_columns(parquet, columns, budget, groups=groups.tolist())
         skipped = np.concatenate([[0], np.cumsum(np.where(selected, 0, sizes))])
         return Groups(table, group_first[groups], group_first[groups] - skipped[groups])
 

@@ -52,11 +52,11 @@ class Budget:
 
 
 class OpenedParquet(pq.ParquetFile):
-    """A parquet file opened by `open_parquet`."""
+    """A parquet file opened by `open_parquet`; `name` names it in errors."""
 
-    def __init__(self, file: Any, **options: Any):
-        super().__init__(file, **options)
-        self._file = file
+    def __init__(self, file: Any, name: str, metadata: pq.FileMetaData):
+        super().__init__(file, metadata=metadata, arrow_extensions_enabled=False)
+        self._file, self.name = file, name
 
     def with_dictionaries(self, leaves: Sequence[str]) -> pq.ParquetFile:
         """Return the same file with the texts of `leaves` as dictionaries."""
@@ -95,7 +95,7 @@ def open_parquet(
         with naming_file(name), fs.open(path, "rb") as file:
             metadata = _footer_of(file, identity)
             file.seek(0)
-            yield OpenedParquet(file, metadata=metadata, arrow_extensions_enabled=False)
+            yield OpenedParquet(file, name, metadata)
     except StorageError:
         raise
     except FileNotFoundError as error:
@@ -152,7 +152,7 @@ def _footer_of(file: Any, identity: str | None) -> pq.FileMetaData:
 
 
 def read_columns(
-    file: OpenedParquet, columns: Collection[str], budget: Budget, *, name: str, groups: Sequence[int] | None = None
+    file: OpenedParquet, columns: Collection[str], budget: Budget, groups: Sequence[int] | None = None
 ) -> pa.Table:
     """Read columns of a file inside the block of `open_parquet`.
 
@@ -162,7 +162,7 @@ def read_columns(
 
     Raises ValueError if a column is missing or repeated, or the budget is exceeded.
     """
-    names = file.schema_arrow.names
+    names, name = file.schema_arrow.names, file.name
     if doubled := [column for column in columns if names.count(column) != 1]:
         raise ValueError(f"{name}: columns {doubled} must be there once; {len(names)} columns found")
     groups = range(file.metadata.num_row_groups) if groups is None else groups

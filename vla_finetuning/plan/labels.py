@@ -129,7 +129,7 @@ def _read_table(path: Path, columns: Sequence[str]) -> pa.Table:
     with open_parquet(LocalFileSystem(), str(path), name=address(path)) as file:
         if missing := [name for name in columns if name not in file.schema_arrow.names]:
             raise ValueError(f"{FLAG}={path} lacks the columns {missing}; give the {LABELS_NAME} of a run of value.py")
-        return read_columns(file, list(columns), Budget("frames", MAX_DATA_BYTES), name=str(path))
+        return read_columns(file, list(columns), Budget("frames", MAX_DATA_BYTES))
 
 
 def _select_rows(rows: pa.Table, path: Path, meta: DatasetMetadata, alone: bool) -> tuple[np.ndarray, pa.Table]:

@@ -62,7 +62,7 @@ def row_weights(
         names = ["index", "episode_index", column]
         if missing := sorted(set(names) - set(file.schema_arrow.names)):
             raise ValueError(f"{path} lacks the columns {missing}; it has {file.schema_arrow.names!s:.300}")
-        rows = read_columns(file, names, budget, name=str(path))
+        rows = read_columns(file, names, budget)
     index, episode = (numbers(rows[n], np.int64, (1,), f"{path}: column {n}").reshape(-1) for n in names[:2])
     frames = metas[0].total_frames
     if len(index) and not 0 <= index.min() <= index.max() < frames:
