@@ -65,14 +65,21 @@ Key = tuple[int, float]
 def make_private(folder: Path) -> None:
     """Create a folder with access for this user only, and check the owners of it and of every parent.
 
-    Only the owners, and the group of a parent, may be able to rename or remove a component of the path. Raises
-    PermissionError if another user owns a component, or anybody may write to it.
+    Only this user may write to the folder, and only the owners, and the group of a parent, may be able to rename or
+    remove a component of its path. Raises PermissionError otherwise.
     """
     folder = Path(os.path.abspath(folder))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for path in (folder, Path(os.path.realpath(folder))):  # the path itself, and the target of its links
         for part in (path, *path.parents):
-            _check_owner(part, os.lstat(part))
+            info = os.lstat(part)
+            if info.st_uid not in (0, os.geteuid()):
+                raise PermissionError(errno.EPERM, "belongs to another user", str(part))
+            # In a folder with the sticky bit, as /tmp, only its owner removes or renames an entry. A link has no mode.
+            if info.st_mode & stat.S_IWOTH and not (info.st_mode & stat.S_ISVTX or stat.S_ISLNK(info.st_mode)):
+                raise PermissionError(errno.EPERM, "anybody may write there", str(part))
+    if (info := os.lstat(folder)).st_uid != os.geteuid() or info.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "belongs to another user, or others may write there", str(folder))
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -86,15 +93,6 @@ def open_own(path: Path, flags: int) -> int:
         os.close(descriptor)
         raise PermissionError(errno.EPERM, "belongs to another user, or is no file", str(path))
     return descriptor
-
-
-def _check_owner(path: Path, info: os.stat_result) -> None:
-    if info.st_uid not in (0, os.geteuid()):
-        raise PermissionError(errno.EPERM, "belongs to another user", str(path))
-    # In a folder with the sticky bit, as /tmp, only its owner removes or renames an entry. A link has no mode.
-    writable = stat.S_IWOTH & info.st_mode and not (info.st_mode & stat.S_ISVTX or stat.S_ISLNK(info.st_mode))
-    if writable:
-        raise PermissionError(errno.EPERM, "anybody may write there", str(path))
 
 
 class DiskCache:
@@ -235,10 +233,6 @@ class DiskCache:
     def _mark_read(self, dataset_folder: Path) -> None:
         """Create the folder of a dataset, for this user only, and record that the dataset is in use."""
         make_private(dataset_folder)
-        if (info := dataset_folder.lstat()).st_uid != os.geteuid() or info.st_mode & 0o022:
-            raise PermissionError(
-                errno.EPERM, "belongs to another user, or others may write there", str(dataset_folder)
-            )
         os.utime(dataset_folder)
         self._touched[dataset_folder] = time.monotonic()
 
