@@ -68,7 +68,7 @@ def table(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> l
             np.bincount(stretch_task, ranges.frames * weight, count),
         ]
     )
-    order = np.argsort(-abs(columns[3] - columns[1]), kind="stable")[:MAX_TASKS] if count > 1 else []
+    order = np.argsort(-abs(columns[3] - columns[1]), kind="stable")[: MAX_TASKS if count > 1 else 0]
     lines = [f"{'episodes':>9} {'frames':>12} {'left out':>20} {'in an epoch':>20}  task"]
     for name, share in [("all", columns.sum(axis=1)), *((repr(tasks[i]), columns[:, i]) for i in order)]:
         of_task, frames, used, rows = share.tolist()
