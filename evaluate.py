@@ -47,12 +47,11 @@ def prepare(argv: list[str], stack: ExitStack) -> Work:
         from vla_finetuning.report.page import write_trial_page  # not above: a comparison needs no matplotlib
 
         with synced(trial.output_dir):
-            outcome = run_trial(trial)
-            write_trial_page(trial.output_dir, trial.about, outcome.by_latency, outcome.films)
-        print_safe_text(outcome.text)
+            text, errors = run_trial(trial, write_trial_page)
+        print_safe_text(text)
         folder = address(trial.output_dir)
         print_safe(f"Episodes     {folder}", f"Report       {folder}/report.html")
         record_trial(trial)
-        return int(outcome.errors > 0)
+        return int(errors > 0)
 
     return work

@@ -27,7 +27,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adam import adam
 
-from vla_finetuning.cards import CARDS, Card
+from vla_finetuning.cards import CARDS
 from vla_finetuning.columns import HOST_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -77,9 +77,6 @@ class NumpyToTorchCollate:
 
     Runs in Ray Data's prefetching thread. PyTorch's caching host allocator reuses a pinned buffer only after the copies
     from it are done, so nothing here waits.
-
-    Args:
-        pin_memory: whether a GPU will copy from the tensors.
     """
 
     def __init__(self, pin_memory: bool):
@@ -188,36 +185,24 @@ def enable_expandable_segments() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def card_of_device(device: torch.device) -> Card | None:
-    """Return the entry of `cards.py` for a GPU, by its name and memory; None for unknown GPUs and the CPU."""
+def peak_flops(device: torch.device) -> float | None:
+    """Return the peak dense bf16 FLOP/s of a GPU; None for unknown GPUs and the CPU."""
     if device.type != "cuda":
         return None
     # "A100-SXM4-80GB" is an A100; "RTX A1000" is not, nor is an "L40" an L4.
     words = set(re.split(r"[\s-]", torch.cuda.get_device_name(device)))
-    named = [card for card in CARDS if words >= set(card.words.split())]
-    by_size = {card.gib: card for card in named if card.words == named[0].words and card.gib is not None}
-    if len(by_size) < 2:
-        return named[0] if named else None
-    gib = torch.cuda.get_device_properties(device).total_memory / 2**30  # an A100 has one of two sizes
-    return by_size[min(by_size, key=lambda card_gib: abs(card_gib - gib))]
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Return the peak dense bf16 FLOP/s of a GPU; None for unknown GPUs and the CPU."""
-    card = card_of_device(device)
-    return None if card is None else card.flops
+    return next((card.flops for card in CARDS if words >= set(card.words.split())), None)
 
 
 @dataclass
 class TrainableOptimizer:
     """An optimizer over the trainable parameters, with clipping, a learning rate schedule and an optional average.
 
-    A step with non-finite gradients changes nothing: the kernel reads a device flag. The parameter list is made once.
+    A step with non-finite gradients changes nothing: the kernel reads a device flag.
 
     Attributes:
         optimizer: optimizer whose step changes nothing if `found_inf` is 1.0, like torch's fused kernels; Adam or AdamW
             if parameters are sharded. A parameter group may have an `lr_scale`, a factor of the schedule's rate.
-        buffers: buffers to save in checkpoints, by name.
         schedule: learning rate by the number of optimizer steps done before.
         keeps_gradients: whether gradients stay in memory (DDP's buckets) and are zeroed in place, not freed.
         average: exponential moving average of `params` with `decay`, fp32, sharded like them; empty if disabled.
@@ -240,8 +225,7 @@ class TrainableOptimizer:
     def step(self, number: int, clock: Clock = UNWATCHED) -> tuple[Tensor, Tensor]:
         """Clip gradients, update parameters and average, and clear gradients. `number` steps were done before.
 
-        Returns:
-            Gradient norm before clipping, and 1.0 if the step was skipped; both 0-d float32 on the device.
+        Return the norm before clipping, and 1.0 if the step was skipped; both 0-d float32 on the device.
         """
         clock.mark("clip")
         gradients = [param.grad for param in self.params if param.grad is not None]
@@ -303,7 +287,7 @@ class TrainableOptimizer:
         self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
 
     def named_average(self) -> dict[str, Tensor]:
-        """Return the averaged parameters as `average.<name>`; empty if disabled."""
+        """Return the average by `average.<name>`."""
         return {f"average.{name}": tensor for name, tensor in zip(self.names, self.average, strict=False)}
 
     @contextlib.contextmanager
@@ -332,10 +316,9 @@ class TrainableOptimizer:
             local_shard(average).copy_(current)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the optimizer's state tensors by parameter name: `exp_avg.<name>` and so on.
+        """Return the optimizer's state tensors, to save or to write into: `exp_avg.<name>` and so on.
 
-        Before the first step, this method creates the state as zeros, like the optimizer. A checkpoint is restored by
-        writing into the returned tensors.
+        Before the first step, this method creates the state as zeros, like the optimizer.
         """
         groups = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
         flat: dict[str, Tensor] = {}
@@ -401,8 +384,7 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of `module` that require gradients, by name.
 
-    Raises:
-        ValueError: there is none, or one is not float32 (Adam in bf16 does not learn: OpenTau #181).
+    Raises ValueError without one, or if one is not float32 (Adam in bf16 does not learn: OpenTau #181).
     """
     named = {name: param for name, param in module.named_parameters() if param.requires_grad}
     if not named:
@@ -414,10 +396,9 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> Callable[[int], float]:
-    """Return the learning rate as a function of the optimizer steps done before.
+    """Return the learning rate by steps done before, as of LeRobot's `CosineDecayWithWarmupSchedulerConfig`.
 
-    Same formula as LeRobot's `CosineDecayWithWarmupSchedulerConfig`: linear from peak / (warmup_steps + 1) during the
-    warm-up, then a cosine down to `final` whose period begins at step 0. openpi's begins after the warm-up.
+    The cosine's period begins at step 0; openpi's begins after the warm-up.
     """
 
     def schedule(step: int) -> float:
@@ -509,9 +490,8 @@ def train_step(
         model: module that returns a micro-batch's mean loss, 0-d, for (batch, noise, time).
         batches: iterator of this rank's micro-batches on `device`.
         step: optimizer steps done before.
-        grad_accum: number of micro-batches of this rank in this step.
         mean_over: divisor of the loss: micro-batches of all ranks, divided by the number of ranks. Differs from
-            `grad_accum` if ranks have unequal numbers of micro-batches.
+            `grad_accum`, the micro-batches of this rank, if ranks have unequal numbers.
         draws: function of the micro-step that returns (noise, time) for its rows.
         autocast: torch.bfloat16, or None for fp32.
         keep_casts: whether autocast keeps its casts of weights from the first micro-batch to the last backward.

@@ -23,7 +23,8 @@ from typing import Any
 import ray
 from ray.train.torch import TorchTrainer
 
-from vla_finetuning.evaluation.after_training import Evaluation
+from vla_finetuning.evaluation.after_training import evaluate_trained
+from vla_finetuning.evaluation.during import Evaluator
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.preflight import Examined
 from vla_finetuning.plan.resolve import Run, resolve
@@ -149,20 +150,20 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
 
 def plan(run: Run, examined: Examined) -> Work:
     """Print the run's plan, do the remaining checks that need no Ray, and return the work."""
-    evaluation = Evaluation(run, policy_at)
+    evaluator = Evaluator(run, policy_at)
     planned = show_plan(run, examined.datasets)
-    return lambda: work(planned, evaluation)
+    return lambda: work(planned, evaluator)
 
 
-def work(run: Run, evaluation: Evaluation) -> int:
+def work(run: Run, evaluator: Evaluator) -> int:
     """Train on the cluster, evaluate, push. Returns the exit status, see `main`."""
     run, data_options = on_cluster(run)
     config, job = run.config, run.job
-    with reported(job, run.policy, describe(run), run.rows, config.dataset.repo_id), contextlib.closing(evaluation):
-        with evaluation.beside(run, data_options):
+    with reported(job, run.policy, describe(run), run.rows, config.dataset.repo_id), contextlib.closing(evaluator):
+        with evaluator.beside(run, data_options):
             if not fit(job, lambda: make_trainer(run, data_options)):
                 return 3
-        status = evaluation.after(run)
+        status = max(evaluate_trained(run), evaluator.finish())
     names = [robot.name for robot in run.robots]
     weights = describe_exported(config, job)
     return deliver(job, status, robots=names, weights=weights, repositories=run.repositories)

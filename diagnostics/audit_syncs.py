@@ -128,10 +128,8 @@ class Audit:
 def audit(run: Run) -> Audit:
     """Run the training loop of a resolved run, on CUDA if available, and list the operations that wait for the device.
 
-    The loop has one worker and at least two micro-batches a step. Nothing is written to the run's folder.
-
-    Raises:
-        RuntimeError, NotImplementedError: PyTorch cannot run the policy without CUDA.
+    The loop has one worker and at least two micro-batches a step. Nothing is written to the run's folder. Raises
+    RuntimeError or NotImplementedError if PyTorch cannot run the policy without CUDA.
     """
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         run = _shortened(run, folder)
@@ -258,8 +256,7 @@ def _run_loop(
 ) -> None:
     """Run the worker's loop on `device` in `modes`; `watch` records from the first log step to the second.
 
-    Args:
-        stand_ins: (owner, name, value) of attributes to replace, such as functions that need a driver.
+    `stand_ins` are (owner, name, value) of attributes to replace, such as functions that need a driver.
     """
     gather, windows = DeviceMetrics.gather, 0
 

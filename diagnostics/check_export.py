@@ -33,11 +33,7 @@ from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_erro
 
 
 def check_export(path: str, dataset: str, episode: int = 0, *, trusted: bool = False) -> dict[str, Any]:
-    """Return the result of `compare_tools` for a policy on the first frames of an episode.
-
-    Raises:
-        ValueError, OSError: the policy or the dataset cannot be read, or the dataset lacks an input of the policy.
-    """
+    """Return the result of `compare_tools` for a policy on the first frames of an episode."""
     folder, _ = fetch_pretrained(path)
     config, facts = load_policy_config(folder), read_json(folder / ROBOT_NAME)
     if Path(dataset).is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", dataset):

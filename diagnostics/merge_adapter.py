@@ -27,11 +27,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 def merge_adapter(adapter: Path, output: Path, base: str | None = None) -> None:
-    """Write the merged policy to `output`, with the adapter's own configuration and processors.
-
-    Raises:
-        OSError, ValueError: a file is missing or damaged, the base cannot be found, or `output` exists.
-    """
+    """Write the merged policy to `output`, with the adapter's own configuration and processors."""
     from peft import PeftModel  # slow to import
 
     if output.exists():

@@ -102,13 +102,13 @@ def show_dataset(options: argparse.Namespace) -> None:
     selection = describe_selection(meta, options.skip_idle, options.episode_weights)
     tokens = describe_tokens_of(meta, options.action_tokenizer, options.chunk_size) if options.action_tokenizer else []
     labels = None if options.labels is None else show_labels(options.labels, meta)
-    page = write_dataset_page(look, options.output, scores, selection, labels)
+    write_dataset_page(look, options.output, scores, selection, labels)
     print_safe(*(f"warning [{finding.kind}] {finding.text}" for finding in look.findings))
     print_safe(*(f"episode {score.episode}: {'; '.join(score.reasons)}" for score in scores or [] if score.reasons))
     print_safe(*selection, *tokens, *map(escaped, labels[0] if labels is not None else ()))
     print_safe(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
     texts = [describe_texts(meta)] if "action" not in meta.features and meta.text_keys else []
-    print_safe(*look.shares, *texts, *(f"not read: {what}" for what in meta.not_read), str(page))
+    print_safe(*look.shares, *texts, *(f"not read: {what}" for what in meta.not_read), str(options.output))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -269,10 +269,7 @@ class Verdict(NamedTuple):
 def judge(a: Sequence[float], b: Sequence[float]) -> Verdict:
     """Return Welch's t interval of the ratio of two geometric means of blocks.
 
-    Blocks are the samples, because single steps depend on their neighbours.
-
-    Raises:
-        ValueError: fewer than two blocks.
+    Blocks, at least two, are the samples, because single steps depend on their neighbours.
     """
     if min(len(a), len(b)) < 2:
         raise ValueError("one block of steps has no spread to judge by: measure with more --profile_steps")

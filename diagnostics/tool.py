@@ -55,8 +55,6 @@ def run_tool(
     """Parse the command line, run the tool, and print and write its result.
 
     Args:
-        argv: command line; None for the process's own.
-        doc: text of --help before the flags.
         parse_options: function that returns the tool's own options, with the paths `json` and `html`, and other flags.
         prepare: function that checks a resolved run and returns the measurement to call.
     Returns:

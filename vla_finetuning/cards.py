@@ -17,6 +17,8 @@ GRPO = {
     **{"scaling.use_gpu": "true", "scaling.num_workers": "8", "train.mode": "expert", "batch_size": "32"},
     **{"lr": "5e-6", "grpo.minibatch": "2048"},
 }
+L4 = {**GPU, "train.mode": "expert", "scaling.num_workers": "4"}
+L4_GRPO = {**GRPO, "scaling.num_workers": "4", "batch_size": "4"}  # for five random steps per decision
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,11 @@ class Card:
 
     Attributes:
         words: part of `torch.cuda.get_device_name` that identifies the card.
-        flops: peak rate of dense bf16 matrix products, FLOP/s. NVIDIA's data sheets give most "with sparsity", which is
-            twice as much.
+        flops: peak rate of dense bf16 matrix products, FLOP/s; half of what data sheets give "with sparsity".
         name: Ray's name for the card; None if no run is planned for it.
         gib: memory that CUDA reports, the smallest "total capacity" in users' reports of PyTorch's memory errors
             (drivers and variants of a card differ by a tenth). Data sheets count 10^9 bytes, and the driver keeps some.
-        preset: name of the card's preset; None without one.
-        flags: flags of the preset for `vla.py`.
-        grpo_flags: flags of the preset for `grpo.py`.
+        preset: name of the card's preset, with its flags for `vla.py` and `grpo.py`.
     """
 
     words: str
@@ -44,67 +43,24 @@ class Card:
     grpo_flags: Mapping[str, str] = field(default_factory=lambda: GRPO)
 
 
+# The first card whose words are in a device's name applies. Rates are of nvidia.com/en-us/data-center/l40s, l4, a100,
+# h100, h200 and hgx (8 B200), of "NVIDIA A10G for AWS" (17 February 2022), and of the H100 PCIe's brief PB-11133.
 CARDS = (
-    # The first card whose words are in a device's name applies.
-    Card("L40S", 362.05e12),  # nvidia.com/en-us/data-center/l40s
-    Card(
-        "L4",
-        121e12,  # nvidia.com/en-us/data-center/l4: 242 with sparsity
-        name="L4",
-        gib=22.0,
-        preset="l4",
-        flags={**GPU, "train.mode": "expert", "scaling.num_workers": "4"},
-        # For five random steps per decision.
-        grpo_flags={**GRPO, "scaling.num_workers": "4", "batch_size": "4"},
-    ),
-    Card("A10G", 70e12),  # NVIDIA A10G for AWS, data sheet of 17 February 2022: 140 with sparsity
-    Card(
-        "A100",
-        312e12,  # nvidia.com/en-us/data-center/a100
-        name="A100-40G",
-        gib=39.3,
-        preset="a100_40",
-        # Activations do not fit beside the shards of trainable parameters: recompute them.
-        flags={**FULL, "train.activation_checkpointing": "true"},
-    ),
-    Card(
-        "A100",
-        312e12,
-        name="A100-80G",
-        gib=79.1,
-        preset="a100",
-        # Replicas of trainable parameters, 48 GiB with gradients and Adam's moments, do not fit beside activations.
-        flags=FULL,
-    ),
-    Card("H100 NVL", 835.5e12),  # nvidia.com/en-us/data-center/h100: 1671 with sparsity
-    Card("H100 PCIe", 756.5e12),  # NVIDIA H100 PCIe, product brief PB-11133: 1513 with sparsity
-    Card(
-        "H100",
-        989.5e12,  # nvidia.com/en-us/data-center/h100, SXM: 1979 with sparsity
-        name="H100",
-        gib=79.1,
-        preset="h100",
-        flags=FULL,
-    ),
-    Card("H200 NVL", 835.5e12),  # nvidia.com/en-us/data-center/h200: 1671 with sparsity
-    Card(
-        "H200",
-        989.5e12,  # nvidia.com/en-us/data-center/h200, SXM: 1979 with sparsity
-        name="H200",
-        gib=139.7,
-        preset="h200",
-        # Replicas fit too, but each would read and write 198 GB a step to cast, accumulate, clip and update parameters;
-        # a shard 33 GB (computed for 8 GPUs).
-        flags={**FULL, "batch_size": "32"},
-    ),
-    Card(
-        "B200",
-        2250e12,  # nvidia.com/en-us/data-center/hgx: 36 PFLOP/s with sparsity for 8 of them
-        name="B200",
-        gib=178.3,
-        preset="b200",
-        flags={**FULL, "batch_size": "32"},
-    ),
+    Card("L40S", 362.05e12),
+    Card("L4", 121e12, "L4", 22.0, "l4", L4, L4_GRPO),
+    Card("A10G", 70e12),
+    # Activations do not fit beside the shards of trainable parameters: recompute them.
+    Card("A100", 312e12, "A100-40G", 39.3, "a100_40", {**FULL, "train.activation_checkpointing": "true"}),
+    # Replicas of trainable parameters, 48 GiB with gradients and Adam's moments, do not fit beside activations.
+    Card("A100", 312e12, "A100-80G", 79.1, "a100", FULL),
+    Card("H100 NVL", 835.5e12),
+    Card("H100 PCIe", 756.5e12),
+    Card("H100", 989.5e12, "H100", 79.1, "h100", FULL),
+    Card("H200 NVL", 835.5e12),
+    # Replicas fit too, but each would read and write 198 GB a step to cast, accumulate, clip and update parameters; a
+    # shard 33 GB (computed for 8 GPUs).
+    Card("H200", 989.5e12, "H200", 139.7, "h200", {**FULL, "batch_size": "32"}),
+    Card("B200", 2250e12, "B200", 178.3, "b200", {**FULL, "batch_size": "32"}),
 )
 # Cards that runs are planned for, by Ray's names and by presets.
 PLANNED = {card.name: card for card in CARDS if card.name is not None}

@@ -50,16 +50,14 @@ class Timeouts:
     """Timeouts in seconds, from `VLA_READ_TIMEOUT_S` and so on in the driver's environment.
 
     Attributes:
-        read: a request to an object store with its retries. Longer than an overload or a restart of the store (half a
-            minute to a minute), and short enough that a lost store is reported while the user is watching.
+        read: a request to an object store with its retries. Longer than a restart of the store, about a minute.
         batch: waiting of a training process for its next batch, to detect a read that hangs. Longer than several
             requests of `read` each, and shorter than `collective`, so that the error names the cause.
         collective: a collective operation, to detect a stuck rank. Longer than the slowest batch or checkpoint of
             another rank.
         worker: an answer of a training process, or of a policy server after its policies are loaded. Longer than
-            compiling kernels or loading weights, which block a process for tens of seconds.
-        nodes: waiting for nodes with capacity for the workers. Longer than an autoscaler, a spot instance or a
-            restarting machine usually takes; running nodes cost money meanwhile.
+            compiling kernels or loading weights.
+        nodes: waiting for nodes with capacity for the workers; running nodes cost money meanwhile.
         store: failing uploads of checkpoints to the bucket of --output_dir, before the run stops and leaves its state
             on the node. One request times out after a tenth of it.
         step: a step of an environment, or a reset other than the first. Its process is then ended, and another one

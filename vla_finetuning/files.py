@@ -52,11 +52,8 @@ def write_whole(path: Path, text: str) -> None:
 def atomic_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a path beside `folder` for the block to create, and rename it to `folder` when the block succeeds.
 
-    A reader never sees a half-written folder.
-
-    Args:
-        replace: replace an existing folder. Otherwise it stays and the new one is dropped, so that the first of two
-            concurrent writers wins.
+    A reader never sees a half-written folder. Without `replace`, the first of two concurrent writers wins: an existing
+    folder stays and the new one is dropped.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -81,9 +78,9 @@ def append_line(path: Path, line: str) -> None:
 
 
 def drop_half_line(path: Path) -> None:
-    """Truncate a file after its last whole line, as a full disk or a power cut may leave half a line.
+    """Truncate a file of which the caller is the only writer after its last whole line.
 
-    The caller must be the file's only writer.
+    A full disk or a power cut may leave half a line.
     """
     with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
         end = file.seek(0, os.SEEK_END)
@@ -110,11 +107,9 @@ def line_writer(path: Path) -> Callable[[str], None]:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """Read a file from an untrusted source. Refuses devices, and pipes, which could block for ever.
+    """Read a file from an untrusted source.
 
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: not a regular file, or larger than `most_bytes`.
+    Raises ValueError for a file larger than `most_bytes`, and for devices and pipes, which could block for ever.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(descriptor)
@@ -129,11 +124,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 
 def read_foreign_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file from an untrusted source.
-
-    Raises:
-        OSError, ValueError: as `read_regular`; not JSON, or nested too deeply for Python.
-    """
+    """Read a JSON file from an untrusted source. Raises OSError or ValueError if that cannot be done."""
     text = read_regular(path, most_bytes)
     refuse_pointer(str(path), text)
     try:

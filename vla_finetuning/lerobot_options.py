@@ -19,9 +19,6 @@ from draccus.utils import DraccusException
 
 from vla_finetuning.options.fields import did_you_mean
 
-# Exceptions that draccus raises for an invalid value.
-VALUE_ERRORS = (DraccusException, ValueError, TypeError, AttributeError, KeyError)
-
 
 def make_config(
     cls: type, group: str, options: Sequence[str] = (), saved: Mapping[str, Any] | None = None, source: str = ""
@@ -29,10 +26,8 @@ def make_config(
     """Make a configuration of class `cls` from saved fields, overridden by options.
 
     Args:
-        group: first part of the options' flags, as "policy".
-        options: options as "--chunk_size=20".
-        saved: fields of a configuration in LeRobot's JSON; None for the defaults.
-        source: name of the saved configuration in error messages.
+        group: first part of the options' flags, as "policy"; options are as "--chunk_size=20".
+        saved: fields of a configuration in LeRobot's JSON, called `source` in error messages; None for the defaults.
     Raises:
         ValueError: unknown option, invalid value, or values that contradict each other.
     """
@@ -106,6 +101,6 @@ def _parse_value(hint: Any, flag: str, text: str) -> Any:
         try:
             decode(hint, value)
             return value
-        except VALUE_ERRORS as error:
+        except (DraccusException, ValueError, TypeError, AttributeError, KeyError) as error:
             failed.append(error)
     raise ValueError(f"{flag}={text}: {' '.join(str(failed[0]).split())}") from failed[0]

@@ -48,6 +48,8 @@ def test_an_episode_with_another_task_too_is_said(meta):
         (None, ["pick*", "plase the cube"], "no task is like --dataset.tasks 'plase the cube'.*'place the cube'"),
         (list(range(6)), None, "no episode is left of 6: 6 are left out by --dataset.exclude_episodes"),
         ([0, 2, 3, 5], ["pick*"], "no episode is left"),
+        ([1, 4], ["pick*", "PLACE*"], r"no episode is left with a task like .* 'PLACE\*'"),
+        (None, [], "names no pattern"),
     ],
 )
 def test_a_choice_that_cannot_be_meant(meta, exclude, tasks, message):

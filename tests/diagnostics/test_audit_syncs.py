@@ -83,7 +83,7 @@ def test_our_loop_is_clean(setting, mode, flag, capsys):
     assert not (setting[0] / "run").exists()
 
 
-def test_callbacks_wait_for_nothing(tmp_path):
+def test_callbacks_wait_for_nothing(tmp_path, one_step):
     """With every callback that a run can have: no place beside those of a run without them."""
     root = make_dataset(tmp_path / "dataset", episodes=(12, 9, 10), cameras={"observation.images.top": (48, 64)})
     attached = {

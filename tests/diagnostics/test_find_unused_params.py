@@ -1,7 +1,5 @@
 """What the step reaches, against LeRobot's own forward and autograd."""
 
-import json
-
 import pytest
 
 from diagnostics import find_unused_params
@@ -84,10 +82,7 @@ def test_a_gradient_of_zeros_is_no_missing_one(run, monkeypatch, setting, capsys
     report = find_unused(run, batches=2)
     assert {"model.action_in_proj.weight", "model.action_in_proj.bias"} <= names(report, "zero")
     assert not report.unreached
-    argv = [*in_process.flags(setting), "--unused_batches=1"]
-    assert find_unused_params.main(argv) == 0
-    assert "--include_zero_grad lists them" in capsys.readouterr().out
-    monkeypatch.setenv("INCLUDE_ZERO_GRAD", "true")
+    argv = [*in_process.flags(setting), "--unused_batches=1", "--fail_if_unused", "--include_zero_grad"]
     assert find_unused_params.main(argv) == 0
     assert "  model.action_in_proj: 2 tensors, " in capsys.readouterr().out
 
@@ -102,19 +97,9 @@ def test_the_program(setting, tmp_path, monkeypatch, capsys, everything_trains):
     assert "trainable.choose_trainable" in printed and "reaches_all = False" in printed
     report = UnusedReport.read(tmp_path / "unused.json")
     assert report.batches == 1
-    drawn = (tmp_path / "unused.html").read_text()
-    assert drawn.startswith("<!doctype html>") and drawn.count("<svg") == 1 and head in drawn
-    assert json.loads((tmp_path / "unused.json").read_text())["tool"] == "find_unused_params"
+    assert head in (tmp_path / "unused.html").read_text()
     assert find_unused_params.main([*argv, "--fail_if_unused"]) == 1
     assert not (setting[0] / "run").exists()
-    monkeypatch.undo()
-    monkeypatch.setenv("UNUSED_BATCHES", "1")
-    argv = [*in_process.flags(setting, **{"train.mode": "heads"}), "--fail_if_unused"]
-    capsys.readouterr()
-    assert find_unused_params.main(argv) == 0
-    printed = capsys.readouterr().out
-    assert "Every parameter that trains got a gradient in every batch" in printed
-    assert "  model.paligemma_with_expert: " in printed  # the whole backbone is one line
 
 
 def test_modules_are_as_large_as_they_can_be():

@@ -53,7 +53,18 @@ def evaluated(run):
 
 
 @pytest.mark.ray
-def test_a_run_evaluates_its_checkpoint(ray_cluster, setting, capsys):
+def test_a_run_evaluates_its_checkpoint(ray_cluster, setting, monkeypatch, capsys):
+    """The program, but for its worker group: the run is trained in this process."""
+
+    def fit(job, make_trainer):
+        run = during.ray.get(make_trainer())
+        assert vla.train(run, worker := in_process.alone(run)).finished
+        worker.thread.join()
+        vla.export_run(run)
+        return True
+
+    monkeypatch.setattr(vla, "worker_group", lambda job, loop, config, **_: config["run"])
+    monkeypatch.setattr(vla, "fit", fit)
     argv = flags(setting, steps=2, **{"eval.env_actors": 1})
     assert vla.main(argv) == 0
     folder = setting[0] / "run"

@@ -109,22 +109,28 @@ def test_success_over_latencies(evaluated, flags, tmp_path, capsys):
 @pytest.mark.ray
 def test_a_killed_evaluation_goes_on_and_two_are_compared(evaluated, flags, tmp_path, capsys, monkeypatch):
     """After two episodes: the rest is played, and those two are not."""
-    a, b = tmp_path / "a", tmp_path / "b"
+    a, b, shown = tmp_path / "a", tmp_path / "b", []
     shutil.copytree(evaluated[0], a)
-    lines = lines_of(a)
+    lines, actions = lines_of(a), {line["seed"]: executed for line, executed in read_actions(a)}
     kept = [{**line, "steps": -1} for line in lines[:2]]
     (a / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"cond')
-    assert evaluate.main([*flags, f"--output_dir={a}"]) == 0
-    again = lines_of(a)
-    assert again[:2] == kept
-    assert sorted(again[2:], key=lambda line: line["seed"]) == sorted(lines[2:], key=lambda line: line["seed"])
+
+    def play(pending, *_, on_end, **__):
+        assert sorted(episode.seed for episode in pending) == sorted(line["seed"] for line in lines[2:])
+        for line in lines[2:]:
+            on_end(line, actions[line["seed"]])
+
     with monkeypatch.context() as patch:
+        patch.setattr(trial, "play", play)
+        assert evaluate.main([*flags, f"--output_dir={a}"]) == 0
+        assert lines_of(a) == [*kept, *lines[2:]]
         patch.setattr(trial, "play", None)  # nothing is left to play
         patch.setattr(trial, "make_films", None)  # nor to be shown
         assert evaluate.main([*flags, f"--output_dir={a}"]) == 0
         patch.setattr(trial, "make_films", lambda _, __, chosen: [{"title": title} for title, *_ in chosen])
         resolved = trial.resolve_trial(parse_evaluate([*flags, f"--output_dir={a}", "--eval.videos=3"]))
-        assert len(trial.run_trial(resolved).films["films"]) == 3
+        trial.run_trial(resolved, lambda folder, about, scores, films: shown.extend(films))
+        assert len(shown) == 3
     assert evaluate.main([*flags, f"--output_dir={a}", "--seed=7"]) == 1
     assert "holds another evaluation: it differs in episodes, seed" in capsys.readouterr().err
 

@@ -9,12 +9,12 @@ import pytest
 
 from diagnostics import check_rows
 from tests.datasets import all_rows, edit_rows, make_dataset
+from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import resolve, with_stats
-from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.checkpoint import check_resumable, commit, write_pieces
 from vla_finetuning.run.progress import RowsLog
@@ -41,10 +41,7 @@ def setting(tmp_path_factory):
         root = make_dataset(folder / name, episodes=EPISODES, cameras=CAMERA, tasks=tasks, seed=seed)
         for column in ("observation.state", "action"):
             edit_rows(root, column, hold)
-    meta = load_metadata(folder / "dataset")
-    base = tiny_pi05.make_tiny_base(
-        folder / "base", features=meta.features, tasks=list(tasks), stats=meta.stats, fps=10, chunk_size=CHUNK
-    )
+    base = make_base(folder / "base", load_metadata(folder / "dataset"), chunk_size=CHUNK)
     (folder / "weights.json").write_text('{"0": 0.5, "1": 2.5, "3": 0}')
     return folder, base
 

@@ -1,4 +1,4 @@
-"""Options that name dimensions, layers, tasks, features, columns: each name matches something; the plan says what."""
+"""Options that name dimensions, layers, features: each name matches something; the plan says what."""
 
 import json
 
@@ -7,8 +7,6 @@ import pytest
 from tests import in_process
 from tests.datasets import make_dataset
 from tests.in_process import resolved
-from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.data.selection import choose_episodes
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.plan.describe import describe
@@ -90,34 +88,6 @@ def test_layers_that_are_not_there_are_refused(setting, flags, message):
         resolved(setting, **flags)
 
 
-# ---- tasks and episodes --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def meta(setting):
-    """Three episodes, whose tasks are in turn the red bin, the blue bin, the red bin."""
-    return load_metadata(setting[1])
-
-
-def test_each_pattern_of_tasks_has_its_episodes_in_the_plan(meta):
-    chosen, notes = choose_episodes(meta, tasks=["*red*", "*BLUE*", "go*"])
-    assert chosen.tolist() == [0, 1, 2]
-    assert any("'*red*' 2, '*BLUE*' 1, 'go*' 3" in note for note in notes)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"episodes": [0, 2], "tasks": ["*red*", "*blue*"]}, "none of the 2 that the other options choose has 'go to"),
-        ({"exclude": [1], "tasks": ["*red*", "*blue*"]}, "no episode is left with a task like .* '\\*blue"),
-        ({"tasks": []}, "names no pattern"),
-    ],
-)
-def test_a_pattern_whose_episodes_are_all_left_out_is_refused(meta, options, message):
-    with pytest.raises(ValueError, match=message):
-        choose_episodes(meta, **options)
-
-
 # ---- features and columns ------------------------------------------------------------------------------------------
 
 
@@ -145,7 +115,5 @@ def test_transforms_that_change_nothing_are_refused(setting):
     dark = {"weight": 0.0, "type": "ColorJitter", "kwargs": {"brightness": [0.5, 0.9]}}
     with pytest.raises(ValueError, match="dark have weight 0"):
         lerobot_step(ImageTransformOptions(enable=True, tfs={"dark": dark}))
-    with pytest.raises(
-        ValueError, match="image_transforms.tfs={.*} does nothing without --dataset.image_transforms.enable"
-    ):
+    with pytest.raises(ValueError, match="tfs={.*} does nothing without --dataset.image_transforms.enable"):
         parse_args(in_process.flags(setting, **{"dataset.image_transforms.tfs": json.dumps({"dark": dark})}))

@@ -22,7 +22,6 @@ from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import AVERAGE, OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.folder import LOG_NAME
 from vla_finetuning.training import plan as training_plan
-from vla_finetuning.training.model import build_model
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456\n"
 ACT = {"chunk_size": 4, "n_action_steps": 4, "dim_model": 16, "n_heads": 2, "dim_feedforward": 16}
@@ -73,14 +72,10 @@ def test_a_dry_run_prints_the_plan_and_does_nothing(setting, capsys, monkeypatch
         "3 episodes, 15 frames at 10 fps, robot test_arm",
         "trains on 3 episodes, 15 frames; 0 held out",
         "2 tasks: 'go to the red bin'; 'go to the blue bin'",
-        f"camera {TOP} 48x64x3 video",
         f"camera {WRIST} 96x80x3 video",
-        "Statistics those in meta/stats.json",
-        "looked at 15 rows of 3 of the 3 training episodes",
         f"Policy tiny_pi05, {base}",
         f"{parameters:,} parameters",
         f"{TOP} 48x64x3 -> {TOP} 3x48x64 IDENTITY",
-        "observation.state 4 -> observation.state 4 QUANTILES",
         "action 3 -> action 3 QUANTILES",
         "Batch 2 rows x 2 micro-steps x 1 workers = 4 per step",
         "Steps 3 (0.80 epochs of 15 rows, 3.8 steps each); a line every 50",
@@ -119,11 +114,7 @@ def test_a_dataset_without_an_episode(setting, tmp_path):
 
 
 def test_a_recording_that_was_cut_off(setting, root):
-    """Without `finalize`, data files have no footer and the table of episodes is not there."""
-    (data,) = sorted((root / "data").rglob("*.parquet"))[:1]
-    data.write_bytes(data.read_bytes()[:-40])
-    message = refuses(setting, "a recording ended early", **{"dataset.root": root})
-    assert data.name in message
+    """Without `finalize`, the table of episodes is not there."""
     shutil.rmtree(root / "meta/episodes")
     refuses(setting, "LeRobotDataset.finalize.*record its episodes again", **{"dataset.root": root})
 
@@ -168,16 +159,6 @@ def test_a_type_that_brings_weights_is_not_started_from_random_ones(setting):
 )
 def test_options_that_the_policy_does_not_take(setting, name, value, message):
     refuses(setting, rf"policy {setting[2]}: .*--policy.{message}", **{f"policy.{name}": value})
-
-
-def test_weights_that_are_not_finite(setting, base):
-    """By the driver; by workers it is another base than that of the plan."""
-    run, weights = planned(setting, **{"policy.path": base}), load_file(base / "model.safetensors")
-    weights["model.action_in_proj.weight"][0, 0] = torch.nan
-    save_file(weights, base / "model.safetensors")
-    refuses(setting, "model.action_in_proj.weight in .* not finite, 1 of", **{"policy.path": base})
-    with pytest.raises(ValueError, match="has changed since this run was planned: the weights changed"):
-        build_model(run.policy, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "policy_preprocessor.json"])

@@ -123,15 +123,14 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
         assert config.use_peft == (name == "adapter")
         config.pretrained_path = run.job.output_dir / name
         policy = lerobots_policy(cfg=config, ds_meta=meta).eval()
-        batch, noise, _ = batch_of(policy)
+        batch, noise, _ = make_batch(policy, 2)
         with torch.no_grad():
             outputs[name] = policy.predict_action_chunk(batch, noise=noise)
     torch.testing.assert_close(outputs["adapter"], outputs["pretrained_model"], rtol=1e-4, atol=1e-5)
     adapter = json.loads((run.job.output_dir / "adapter" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == str(setting[2]) and adapter["r"] == 4
-    base, merged = (
-        load_file(path / "model.safetensors") for path in (setting[2], run.job.output_dir / "pretrained_model")
-    )
+    folders = setting[2], run.job.output_dir / "pretrained_model"
+    base, merged = (load_file(path / "model.safetensors") for path in folders)
     assert base.keys() == merged.keys()
     tool = run.job.output_dir / "merged"
     assert merge_adapter.main([str(run.job.output_dir / "adapter"), str(tool)]) == 0
@@ -159,15 +158,6 @@ def test_adapters_of_other_layers_are_not_merged_into_nothing(setting, tmp_path,
     assert merge_adapter.main([str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 2
     assert f"{path} is of other layers than {setting[2]} has" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
-
-
-def batch_of(policy):
-    config = policy.config
-    generator = torch.Generator().manual_seed(0)
-    batch = {key: torch.rand((2, *f.shape), generator=generator) for key, f in config.image_features.items()}
-    batch["observation.language.tokens"] = torch.ones((2, config.tokenizer_max_length), dtype=torch.int64)
-    batch["observation.language.attention_mask"] = torch.ones((2, config.tokenizer_max_length), dtype=torch.bool)
-    return batch, torch.randn((2, config.chunk_size, config.max_action_dim), generator=generator), None
 
 
 def test_the_plan_counts_adapters(setting):
@@ -199,9 +189,8 @@ def test_what_cannot_be_adapted_is_said(setting, flags, message):
 
 def test_any_option_of_adapters_asks_for_them():
     given = ["--dataset.root=/d", "--output_dir=/o", "--policy.path=/p"]
-    assert parse_args([*given, "--peft.r=8"]).peft.method_type == "lora"
-    assert parse_args([*given, "--peft.target_modules", "all-linear"]).peft.target_modules == "all-linear"
-    modules = parse_args([*given, '--peft.target_modules=["q_proj", "v_proj"]']).peft.target_modules
-    assert modules == ["q_proj", "v_proj"] and not parse_args(given).peft.enabled
+    adapters = parse_args([*given, '--peft.target_modules=["q_proj", "v_proj"]']).peft
+    assert adapters.method_type == "lora" and adapters.target_modules == ["q_proj", "v_proj"]
+    assert not parse_args(given).peft.enabled
     with pytest.raises(ValueError, match="--policy.type=act with --peft.method_type=lora: .*start from a pretrained"):
         parse_args([*given[:2], "--policy.type=act", "--peft.r=8"])

@@ -24,12 +24,14 @@ from lerobot.processor.tokenizer_processor import TokenizerProcessorStep
 from transformers import AutoTokenizer
 
 from tests.datasets import make_dataset
+from tests.tiny import make_base
+from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.policies import tokenizer_check
 from vla_finetuning.policies.pipelines import check_prompts_differ, load_processors, make_processors
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, required_stats
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.saving import save_pretrained
-from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base, make_tokenizer
+from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tokenizer
 from vla_finetuning.policies.tokenizer_check import check_tokenizer
 
 TOKENS, MASK = "observation.language.tokens", "observation.language.attention_mask"
@@ -77,10 +79,7 @@ def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processors")
     root = make_dataset(folder / "dataset", episodes=(9, 5, 3))
     meta = LeRobotDatasetMetadata("local/test", root=root)
-    tasks = list(meta.tasks.index)
-    base = make_tiny_base(
-        folder / "base", features=meta.features, tasks=tasks, stats=meta.stats, fps=meta.fps, chunk_size=CHUNK
-    )
+    base = make_base(folder / "base", load_metadata(root), chunk_size=CHUNK)
     config = PreTrainedConfig.from_pretrained(base, cli_overrides=["--device=cpu"])
     return Case(root, base, meta, config)
 
@@ -146,21 +145,19 @@ def test_renamed_cameras(case):
         assert_equal(found[key], expected[key])
 
 
-@pytest.mark.parametrize("mode", ["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10"])
+@pytest.mark.parametrize("mode", ["MEAN_STD", "QUANTILE10"])
 def test_normalised_images_are_lerobots_to_the_bit(case, mode):
     config = PreTrainedConfig.from_pretrained(case.folder, cli_overrides=["--device=cpu"])
     config.normalization_mapping = {**config.normalization_mapping, "VISUAL": NormalizationMode(mode)}
     stats = {key: dict(value) for key, value in case.meta.stats.items()}
-    for name in ("max", "q90", "q99"):  # a channel without contrast
-        stats[WRIST][name] = stats[WRIST][name].copy()
-        stats[WRIST][name][1] = stats[WRIST][{"max": "min", "q90": "q10", "q99": "q01"}[name]][1]
+    stats[WRIST]["q90"] = stats[WRIST]["q90"].copy()
+    stats[WRIST]["q90"][1] = stats[WRIST]["q10"][1]  # a channel without contrast
     preprocessor, _ = make_processors(case.folder, config, stats, {})
     _, found = split(replace(case, config=config), preprocessor, case.rows(INDICES))
     expected = case.lerobots_batch(INDICES, preprocessor)
-    plain = case.lerobots_batch(INDICES, make_processors(case.folder, case.config, case.meta.stats, {})[0])
     for key in (TOP, WRIST, "action", TOKENS):
         assert_equal(found[key], expected[key])
-    assert not torch.equal(expected[TOP], plain[TOP])
+    assert expected[TOP].min() < 0
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -200,10 +197,8 @@ def test_blocks_are_independent_and_may_be_read_only(case, prepare):
 def test_an_empty_block_has_the_same_columns(case, prepare):
     columns = case.rows([0])
     full, empty = prepare(columns), prepare({key: value[:0] for key, value in columns.items()})
-    assert {key: (value.dtype, value.shape[1:]) for key, value in empty.items()} == {
-        key: (value.dtype, value.shape[1:]) for key, value in full.items()
-    }
-    assert {len(value) for value in empty.values()} == {0}
+    forms = [{key: (value.dtype, value.shape[1:]) for key, value in block.items()} for block in (empty, full)]
+    assert forms[0] == forms[1] and {len(value) for value in empty.values()} == {0}
 
 
 def test_bad_blocks(case, prepare):
@@ -289,18 +284,9 @@ def test_as_lerobot_train_makes_them(case):
 
 def test_required_stats_follow_the_normalisation_mode(case):
     features = {**case.config.input_features, **case.config.output_features}
-    assert required_stats(case.config, features) == {
-        "observation.state": {"q01", "q99"},
-        "action": {"q01", "q99"},
-    }
     config = PreTrainedConfig.from_pretrained(case.folder, cli_overrides=["--device=cpu"])
-    config.normalization_mapping = {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "QUANTILE10"}
-    assert required_stats(config, features) == {
-        TOP: {"mean", "std"},
-        WRIST: {"mean", "std"},
-        "observation.state": {"min", "max"},
-        "action": {"q10", "q90"},
-    }
+    config.normalization_mapping = {"VISUAL": "IDENTITY", "STATE": "MIN_MAX", "ACTION": "QUANTILES"}
+    assert required_stats(config, features) == {"observation.state": {"min", "max"}, "action": {"q01", "q99"}}
 
 
 def test_missing_statistics(case):
@@ -371,21 +357,15 @@ def test_a_tokenizer_that_brings_its_own_code_is_refused(case, tmp_path, monkeyp
     assert victim.exists()
 
 
-def test_a_pipeline_without_a_normaliser_is_refused(case, tmp_path):
+def test_a_pipeline_without_a_normaliser_or_a_second_file_is_refused(case, tmp_path):
     def drop(steps):
         steps[:] = [step for step in steps if step["registry_name"] != "normalizer_processor"]
 
+    folder = copy_with(case, tmp_path, drop)
     with pytest.raises(ValueError, match="cannot be built.*normalizer_processor"):
-        make_processors(copy_with(case, tmp_path, drop), case.config, case.meta.stats, {})
-
-
-def test_unreadable_pipelines(case, tmp_path):
-    folder = copy_with(case, tmp_path, lambda steps: None)
+        make_processors(folder, case.config, case.meta.stats, {})
     (folder / "policy_postprocessor.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"not policy_postprocessor.json"):
-        make_processors(folder, case.config, case.meta.stats, {})
-    (folder / "policy_preprocessor.json").write_text("{")
-    with pytest.raises(ValueError, match="policy_preprocessor.json"):
         make_processors(folder, case.config, case.meta.stats, {})
 
 
@@ -460,7 +440,7 @@ def test_a_tokenizer_that_makes_texts_longer_and_longer(tmp_path):
 @pytest.mark.parametrize("what", ["time", "memory"])
 def test_a_tokenizer_that_takes_forever_or_all_memory(tmp_path, monkeypatch, case, what):
     """No rule on what is written in the file finds these: the library is let try."""
-    monkeypatch.setattr(tokenizer_check, "MAX_CPU_S", 2)
+    monkeypatch.setattr(tokenizer_check, "MAX_CPU_S", 1)
     folder = shutil.copytree(case.folder, tmp_path / "base")
     if what == "time":
         pattern = {"Regex": "a{0,900}a{0,900}[^a!]"}
@@ -470,7 +450,7 @@ def test_a_tokenizer_that_takes_forever_or_all_memory(tmp_path, monkeypatch, cas
         template = {"type": "TemplateProcessing", "single": [whole] * 50_000, "special_tokens": {}}
         changes = {"post_processor": template | {"pair": [whole, {"Sequence": {"id": "B", "type_id": 1}}]}}
     written_tokenizer(folder / "tokenizer", **changes)
-    with pytest.raises(ValueError, match="tokenizer.json: .* takes more than 2 s of CPU time or 1 GiB"):
+    with pytest.raises(ValueError, match="tokenizer.json: .* takes more than 1 s of CPU time or 1 GiB"):
         make_processors(folder, case.config, case.meta.stats, {})
 
 

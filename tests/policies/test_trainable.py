@@ -45,11 +45,6 @@ def test_modes_of_the_real_policy():
     assert state[f"{paligemma}.model.language_model.embed_tokens.weight"].requires_grad
 
 
-def test_unknown_mode():
-    with pytest.raises(ValueError, match="'head' is unknown; choose 'heads', 'expert' or 'full'"):
-        choose_trainable(make_policy(1), "head")
-
-
 def test_ddp_needs_no_search_for_unused_parameters(process_group):
     for mode in MODES:
         policy = make_policy(1)

@@ -11,20 +11,18 @@ import subprocess
 import threading
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from tests.datasets import make_dataset
 from tests.loopback import Handler, serving
 from tests.pages import check_page
+from tests.report.test_numbers import errors_of
 from tests.tiny import make_base
 from vla_finetuning import files
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.evaluation.open_loop import open_loop_errors
-from vla_finetuning.files import write_json
+from vla_finetuning.files import append_line, write_json
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.plan.describe import describe
@@ -37,45 +35,7 @@ from vla_finetuning.run.progress import MetricsLog
 
 HOSTILE = "<script>alert('task')</script> & more"
 TASKS = (HOSTILE, "go to the blue bin")
-LOG_FREQ, STEPS, CHUNK, ACTIONS = 5, 60, 8, 3
-MEAN = np.array([0.5, -0.25, 1.0])
-
-
-class Shifted(torch.nn.Module):
-    """A policy that predicts what was recorded plus 0.1, which it finds in the state."""
-
-    config = SimpleNamespace(type="pi05", observation_delta_indices=None, action_delta_indices=list(range(CHUNK)))
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def predict_action_chunk(self, observation):
-        return observation["observation.state"].reshape(-1, CHUNK, ACTIONS) + 0.1
-
-
-def evaluated():
-    rng = np.random.default_rng(0)
-    batches = []
-    for number in range(4):
-        recorded = np.cumsum(rng.normal(size=(2, CHUNK, ACTIONS)), axis=1).astype(np.float32)
-        batches.append(
-            {
-                "observation.state": recorded.reshape(2, -1),
-                "action": recorded,
-                "action_is_pad": np.arange(CHUNK)[None] >= np.array([[CHUNK], [CHUNK - 3]]),
-                "task": np.array(TASKS, object),
-                "dataset_index": np.zeros(2, np.int64),
-                "episode_index": np.full(2, number),
-                "frame_index": np.array([10 * number, 3]),
-            }
-        )
-    swapped = dict(zip(TASKS, reversed(TASKS), strict=True))
-    return open_loop_errors(
-        Shifted(), lambda row: row, lambda chunk: chunk, batches, mean_action=MEAN, other_instruction=swapped
-    )
-
-
+LOG_FREQ, STEPS, ACTIONS = 5, 60, 3
 ATTENTION = {
     "kernel": "efficient",
     "backends": {"prefix 800 x 800": "EFFICIENT_ATTENTION", "suffix 50 x 850": "EFFICIENT_ATTENTION"},
@@ -95,7 +55,7 @@ def finished(tmp_path_factory):
         image_cameras={"observation.images.top": (48, 64)},
     )
     meta = load_metadata(root)
-    base = make_base(folder / "base", meta, chunk_size=CHUNK)
+    base = make_base(folder / "base", meta, chunk_size=8)
     flags = {
         "dataset.root": root,
         "dataset.eval_split": 0.1,
@@ -113,13 +73,12 @@ def finished(tmp_path_factory):
     record_run(run.job, run.policy, describe(run), cluster, run.rows)
     write_metrics(run.job.output_dir)
     record_attention(run.job.output_dir, ATTENTION)
-    write_json(run.job.output_dir / "evaluation.json", {"trained": evaluated(), "untrained": evaluated()})
-    starts = [(1, 0, 4), (2, 20, 4), (3, 40, 3)]
-    write_lines(
-        run.job.output_dir / "attempts.jsonl",
-        [{"attempt": n, "resumed_from_step": step, "world_size": world} for n, step, world in starts],
-    )
-    write_lines(run.job.output_dir / "skipped.jsonl", [{"episode_index": 7, "frame_index": 3, "reason": HOSTILE}])
+    write_json(run.job.output_dir / "evaluation.json", errors_of(ACTIONS))
+    for n, step, world in (1, 0, 4), (2, 20, 4), (3, 40, 3):
+        attempt = {"attempt": n, "resumed_from_step": step, "world_size": world}
+        append_line(run.job.output_dir / "attempts.jsonl", json.dumps(attempt))
+    skipped = {"episode_index": 7, "frame_index": 3, "reason": HOSTILE}
+    append_line(run.job.output_dir / "skipped.jsonl", json.dumps(skipped))
     return run.job.output_dir
 
 
@@ -141,10 +100,6 @@ def write_metrics(folder, mfu_per_rate=0.01):
                 "spilled_bytes": 3 * 2**30,
             },
         )
-
-
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.fixture
@@ -181,17 +136,6 @@ def test_the_summary_is_the_runs(page):
     assert "nonfinite_steps: 0 throughout." in page.text
 
 
-def test_held_out_errors_and_chunks_are_the_evaluations(page, finished):
-    trained = json.loads((finished / "evaluation.json").read_text())["trained"]
-    assert trained["policy"]["mse"] == pytest.approx(0.01, rel=1e-4)
-    assert f"trained 0.01 {trained['policy']['mse'] / trained['mean_action']['mse']:.3g}" in page.text
-    for i in range(ACTIONS):
-        assert f"motor_{i} 0.1 {trained['mean_action']['mae'][i]:.3g}" in page.text
-    assert f"{HOSTILE} 4 0.01" in page.text and f"{TASKS[1]} 4 0.01" in page.text
-    assert "Predicted and recorded actions of motor_0, motor_1, motor_2" in [a["aria-label"] for a in page.all("svg")]
-    assert "recorded predicted" in page.text and "episode 3, frame 30" in page.text
-
-
 def test_what_was_survived_and_skipped_and_the_dataset_are_shown(page):
     assert "The training processes were started 3 times." in page.text
     assert "1 0 4 2 20 4 3 40 3" in page.text
@@ -201,53 +145,37 @@ def test_what_was_survived_and_skipped_and_the_dataset_are_shown(page):
     assert any("Histogram of episode lengths: 4 episodes" in svg["aria-label"] for svg in page.all("svg"))
 
 
-LEFT_OUT = {
-    "metrics.jsonl": "Nothing has been logged yet",
-    "evaluation.json": "is measured at the end of the run",
-    "run.json": "does not say where the dataset is",
-    "config.json": "There is no config.json",
-}
-
-
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_what_is_missing_is_a_sentence(folder, name):
-    (folder / name).unlink()
-    assert LEFT_OUT[name] in read(folder, None if name == "run.json" else ()).text
-
-
-def test_a_value_function_has_no_open_loop_error(tmp_path):
-    write_json(tmp_path / CONFIG_NAME, {"value": {"bins": 3}, "dataset": {"eval_split": 0.2}})
-    text = read(tmp_path, ()).text
+def test_what_is_missing_is_a_sentence(folder, tmp_path):
+    (folder / "evaluation.json").unlink()
+    assert "is measured at the end of the run" in read(folder).text
+    (tmp_path / "empty").mkdir()
+    text = read(tmp_path / "empty", None).text
+    for sentence in (
+        "No step has been logged yet.",
+        "Nothing has been logged yet",
+        "does not say where the dataset is",
+        "There is no config.json",
+        "No episodes are held out",
+        "is not recorded in this folder",
+        "No row was skipped.",
+    ):
+        assert sentence in text
+    write_json(tmp_path / "empty" / CONFIG_NAME, {"value": {"bins": 3}, "dataset": {"eval_split": 0.2}})
+    text = read(tmp_path / "empty").text  # a value function has no open-loop error
     assert "Held-out episodes" not in text and "Dataset" in text
 
 
-def test_an_empty_folder_has_a_report(tmp_path):
-    text = read(tmp_path).text
-    assert "No step has been logged yet." in text
-    for name in set(LEFT_OUT) - {"evaluation.json"}:
-        assert LEFT_OUT[name] in text
-    assert "No episodes are held out" in text
-    assert "is not recorded in this folder" in text and "No row was skipped." in text
-
-
-def test_losses_that_are_not_finite_and_half_a_line_are_survived(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines[-1]["loss"] = float("nan")
-    write_lines(folder / "metrics.jsonl", lines)
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 65, "lo')
-    page = read(folder)
-    assert "All 60 steps done." in page.text
-    assert any("loss over steps: from 0.4 to 0.03636" in svg["aria-label"] for svg in page.all("svg"))
-
-
-def test_a_dataset_that_is_gone_is_said(folder):
-    facts = json.loads((folder / "run.json").read_text())
+def test_losses_that_are_not_finite_half_a_line_and_a_dataset_that_is_gone_are_survived(folder):
+    path, facts = folder / "metrics.jsonl", json.loads((folder / "run.json").read_text())
+    *lines, last = path.read_text().splitlines()
+    last = json.dumps({**json.loads(last), "loss": float("nan")})
+    path.write_text("\n".join([*lines, last, '{"step": 65, "lo']))
     facts["datasets"][0]["root"] = str(folder / "gone")
     write_json(folder / "run.json", facts)
     page = read(folder, looks=None)
     assert "could not be looked at" in page.text and "no such folder" in page.text
-    assert any("loss over steps" in svg["aria-label"] for svg in page.all("svg"))
+    assert "All 60 steps done." in page.text
+    assert any("loss over steps: from 0.4 to 0.03636" in svg["aria-label"] for svg in page.all("svg"))
 
 
 def test_the_report_is_written_at_the_start_at_checkpoints_and_at_the_end(folder, monkeypatch):
@@ -377,7 +305,7 @@ class Heard(Handler):
         self.answer(404)
 
 
-@pytest.mark.parametrize("protected", [False, True])
+@pytest.mark.parametrize("protected", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_markup_that_got_into_a_page_does_nothing(browser, folder, tmp_path, protected):
     """As if a name had not been escaped: without the page's policy all of it works."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Heard)
@@ -403,7 +331,7 @@ def test_markup_that_got_into_a_page_does_nothing(browser, folder, tmp_path, pro
         assert 'style="color' in document
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), [pytest.param(1280, "light", marks=pytest.mark.slow), (390, "dark")])
 def test_a_browser_shows_it(browser, folder, tmp_path, width, scheme):
     document, console = browser(probe(tmp_path, write_report(folder).read_bytes(), width), scheme)
     assert console == []

@@ -243,7 +243,7 @@ def test_openpis_client_performs_what_evaluate_plays(folder, server, tmp_path):
     begin, chunks, played = [Playing(0, episode)], None, []
     while len(played) < Gantry.ACTIONS:
         (_, (waiting,)), seen = stage.advance(begin, chunks)
-        key = (trial.seed, episode.task, episode.episode, waiting.decision)
+        key = (trial.config.seed, episode.task, episode.episode, waiting.decision)
         begin, chunks = [], player(seen, [waiting.instruction], [key])
         played += list(chunks[0])
     assert episode.seed == Gantry.SCENE and chunks.shape[1] == STEPS

@@ -1,14 +1,10 @@
-"""Measure a run's policy: in its environment beside the training, and on held-out rows after it (vla.py)."""
+"""Measure a trained policy on held-out rows, and the demo's in its environment (vla.py)."""
 
 from __future__ import annotations
 
-import contextlib
-
-from ray.data import ExecutionOptions
 from ray.exceptions import RayError
 
 from vla_finetuning.evaluation.demo_success import is_demo, success_table, try_demo
-from vla_finetuning.evaluation.during import Evaluator, PolicyAt
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
 from vla_finetuning.evaluation.robot_tools import describe_tools
 from vla_finetuning.files import write_json
@@ -21,29 +17,10 @@ from vla_finetuning.run.folder import EVALUATION_NAME
 from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
 
 
-class Evaluation:
-    """The evaluations of a run; `policy_at` loads the policy of a checkpoint. Raises ValueError as `Evaluator`."""
-
-    def __init__(self, run: Run, policy_at: PolicyAt) -> None:
-        self._in_environment = Evaluator(run, policy_at) if run.config.env_type else None
-
-    def beside(self, run: Run, data: ExecutionOptions) -> contextlib.AbstractContextManager[None]:
-        """Evaluate checkpoints in the environment while the block trains, as `Evaluator.beside`."""
-        return self._in_environment.beside(run, data) if self._in_environment else contextlib.nullcontext()
-
-    def after(self, run: Run) -> int:
-        """Evaluate the trained policy; return the exit status: 0, or 5 if an evaluation failed."""
-        status = evaluate_trained(run) if run.rows.any_held_out else 0
-        return (self._in_environment.finish() if self._in_environment else 0) or status
-
-    def close(self) -> None:
-        """Stop the evaluations; a resumed run finishes them."""
-        if self._in_environment:
-            self._in_environment.close()
-
-
 def evaluate_trained(run: Run) -> int:
-    """Print the open-loop error on held-out episodes, and the demo's success; return the exit status."""
+    """Print the open-loop error on held-out episodes, if any, and the demo's success; return the exit status."""
+    if not run.rows.any_held_out:
+        return 0
     if reason := family_of(run.policy.config).cannot_predict(run.policy.config):
         print_safe(f"Open loop    not measured of a '{run.policy.config.type}', {reason}")
         return 0

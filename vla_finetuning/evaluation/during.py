@@ -54,15 +54,19 @@ PolicyAt = Callable[[PolicySpec, Path], PreTrainedPolicy]
 
 
 class Evaluator:
-    """The evaluations of one run in its environment, one at a time.
+    """The evaluations of one run in its environment, one at a time; none without `--env.type`.
 
     Raises:
         ValueError: there is no such environment, the policy cannot play in it, or its datasets were rendered otherwise.
     """
 
     def __init__(self, run: Run, policy_at: PolicyAt) -> None:
-        self._policy_at = policy_at
-        self._env = env_config(run.config.env_type or "", run.config.env_options)
+        self._run, self._policy_at, self._failed = run, policy_at, dict[int, str]()
+        self._stop, self._training = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        if run.config.env_type is None:
+            return
+        self._env = env_config(run.config.env_type, run.config.env_options)
         self._makers = task_makers(self._env)
         self._robot = 0
         if run.policy.mixes_robots:
@@ -74,18 +78,16 @@ class Evaluator:
         for meta in [run.rows.metas[number] for number in robot.datasets]:
             check_drawn(how_drawn(meta), self._env, meta.root)
         check_fits(robot.config, self._env, robot.rename_map, robot.match.shapes)  # named as the processors do
-        self._failed: dict[int, str] = {}
-        self._stop, self._training = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def beside(self, run: Run, data: ExecutionOptions) -> Iterator[None]:
         """Evaluate checkpoints as they become due while the block trains, if the cluster has capacity.
 
-        Args:
-            run: the run, with all statistics.
-            data: execution options of the run's data, from which the resources of the evaluation are excluded.
+        `run` has all statistics. The resources of the evaluation are excluded from `data`, the run's data execution.
         """
+        if run.config.env_type is None:
+            yield
+            return
         self._run = self._select_robot(run)
         stages, missing = capacity_beside(run.job.scaling, run.config.eval, ray.cluster_resources())
         if missing is not None:
@@ -118,6 +120,8 @@ class Evaluator:
     def finish(self) -> int:
         """Evaluate all remaining checkpoints, print all results, and return the exit status. Call it after training."""
         run = self._run
+        if run.config.env_type is None:
+            return 0
         if self._thread is not None:
             self._thread.join()
         self._failed.clear()

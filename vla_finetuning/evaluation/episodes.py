@@ -27,10 +27,8 @@ class OtherEvaluationError(ValueError):
 class EvaluationFolder:
     """The writer of an evaluation's folder; resumes an evaluation with equal `about` and `episodes`.
 
-    Args:
-        folder: folder of the evaluation; one process writes to it.
-        about: policy, environment and all else that decides results, as JSON.
-        episodes: list of all episodes.
+    One process writes to it. `about` is all that decides results, as JSON.
+
     Attributes:
         done: lines of episodes that ended without an error, by `episode_key`.
     Raises:
@@ -77,12 +75,7 @@ def read_actions(folder: Path) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
 
 
 def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the `about` of an evaluation, and its lines in the order of its list.
-
-    Raises:
-        FileNotFoundError: the folder holds no evaluation.
-        ValueError: episodes of its list are missing.
-    """
+    """Return the `about` of an evaluation, and its lines in the order of its list, none of which may be missing."""
     pull(folder)
     about = read_json(folder / EVALUATED_NAME)
     if not about:

@@ -129,8 +129,7 @@ def paired(
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Pair the lines of two evaluations of the same list; omit episodes that failed in either.
 
-    Raises:
-        ValueError: the lists differ, or an episode's initial states differ.
+    Raises ValueError if the lists or an episode's initial states differ.
     """
     if list(map(episode_key, a)) != list(map(episode_key, b)):
         raise ValueError(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pretrained import PreTrainedPolicy
-from lerobot.utils.constants import ACTION, OBS_LANGUAGE_TOKENS, OBS_PREFIX
+from lerobot.utils.constants import ACTION, OBS_PREFIX
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.buckets.mirror import fetched_for_good, push
@@ -63,7 +63,6 @@ def open_loop_errors(
     mean_action: np.ndarray,
     other_instruction: Mapping[str, str] | None = None,
     seed: int = 0,
-    at_once: int | None = None,
     autocast: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """Compute mean errors of a policy's action chunks and of baselines over the same frames.
@@ -72,15 +71,11 @@ def open_loop_errors(
     same draws. The process's random state is restored.
 
     Args:
-        policy: policy to measure.
-        preprocessor, postprocessor: the policy's own pipelines.
         batches: columns of N rows: cameras uint8 (N, H, W, 3), `observation.state` (N, S), `action` (N, T, A) at the
             policy's offsets, `action_is_pad` bool (N, T), `task` (N,) strings; others are ignored. Only recorded
             actions that the policy predicts count.
         mean_action: prediction of the constant baseline, (A,).
         other_instruction: replacement of each instruction (`other_instructions`); None or empty: not measured.
-        seed: seed of the noise.
-        at_once: most rows of a forward of PI0.5; changes rounding only. None: a whole batch.
         autocast: dtype of autocast; None: the weights' own precision.
     Returns:
         JSON: `{"frames": n, "mean_action": e, "policy": e, "other_instruction": e or None}`, each e being `{"mse":
@@ -106,7 +101,7 @@ def open_loop_errors(
             for name, tasks in spoken.items():
                 observation = _observation(preprocessor, present, tasks, device)
                 with torch.autocast(device.type, autocast, enabled=autocast is not None):
-                    chunk = _predict(policy, observation, (seed, number), at_once)
+                    chunk = _predict(policy, observation, (seed, number))
                 predicted = postprocessor(chunk.float()).double().cpu().numpy()
                 predicted_steps = _from_now(policy.config.action_delta_indices, predicted.shape[1])
                 recorded = np.asarray(batch[ACTION], np.float64)[:, predicted_steps]
@@ -146,12 +141,7 @@ def open_loop_errors(
 
 
 def without_future(batch: Mapping[str, np.ndarray], deltas: Sequence[int] | None) -> Mapping[str, np.ndarray]:
-    """Return rows as a robot observes them: windows (N, T, ...) of world models reduced to the present frame.
-
-    Args:
-        batch: columns of N rows.
-        deltas: T offsets in frames; None if the policy has no windows.
-    """
+    """Return rows as a robot observes them: windows (N, T, ...) reduced to the present of the T offsets `deltas`."""
     if deltas is None or max(deltas) <= 0:
         return batch
     seen = (key for key in batch if key.startswith(OBS_PREFIX) and not key.endswith("_is_pad"))
@@ -193,26 +183,12 @@ def _observed(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return seen
 
 
-def _predict(
-    policy: PreTrainedPolicy, observation: dict[str, Any], seed: tuple[int, int], at_once: int | None
-) -> torch.Tensor:
-    """Predict normalised chunks (N, T, A) with noise from `seed`, for at most `at_once` rows per forward."""
+def _predict(policy: PreTrainedPolicy, observation: dict[str, Any], seed: tuple[int, int]) -> torch.Tensor:
+    """Predict normalised chunks (N, T, A) with noise from `seed`."""
     device = next(policy.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
-        family = family_of(policy.config)
-        if at_once is None or family.chunk_draws != "noise":
-            return family.predict_chunk(policy, observation)
-        rows, config = len(observation[OBS_LANGUAGE_TOKENS]), policy.config
-        # Draw for all rows together, like the policy.
-        noise = policy.model.sample_noise((rows, config.chunk_size, config.max_action_dim), device)
-        tensors = {key: value for key, value in observation.items() if isinstance(value, torch.Tensor)}
-        chunks = []
-        for first in range(0, rows, at_once):
-            part = slice(first, first + at_once)
-            inputs = {key: value[part] for key, value in tensors.items()}
-            chunks.append(policy.predict_action_chunk(inputs, noise=noise[part]))
-        return torch.cat(chunks)
+        return family_of(policy.config).predict_chunk(policy, observation)
 
 
 class _ErrorSum:
@@ -314,9 +290,10 @@ def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
 def _errors_of(run: Run, datasets: Sequence[int], folder: Path, frames: int) -> dict[str, Any]:
     """Measure the run's only robot, whose policy is in `folder`; `datasets`: indices in the whole run."""
     job, rows, spec, (robot,) = run.job, run.rows, run.policy, run.robots
-    source = rows.held_out(check_files=True)
-    batches = []
-    for batch in source.read_rows(evenly_spaced(source.plan.rows_per_epoch, frames).tolist(), EVAL_BATCH):
+    source, batches = rows.held_out(check_files=True), []
+    # The training's batch size fits the GPU.
+    size = min(EVAL_BATCH, job.batch_size) if job.use_gpu and family_of(spec.config).from_config else EVAL_BATCH
+    for batch in source.read_rows(evenly_spaced(source.plan.rows_per_epoch, frames).tolist(), size):
         read = ~batch.pop(IS_SKIPPED, np.zeros(len(batch["index"]), bool))
         if read.any():
             task = np.array([f"{robot.opening}{text}" for text in batch[TASK]], object)
@@ -333,8 +310,6 @@ def _errors_of(run: Run, datasets: Sequence[int], folder: Path, frames: int) -> 
             for task in tasks_of(meta, episodes)
         ),
         "seed": spec.seed,
-        # The training's batch size fits the GPU.
-        "at_once": job.batch_size if device.type == "cuda" and family_of(spec.config).from_config else None,
     }
     saved = load_policy_config(folder)
     saved.device = device.type

@@ -27,11 +27,7 @@ MOST_STEPS = 16
 
 
 class Robot:
-    """A stand-in for a LeRobot robot that returns recorded frames.
-
-    Raises:
-        ValueError: `frame` has an observation that LeRobot's robots do not have.
-    """
+    """A stand-in for a LeRobot robot that returns recorded frames. Raises ValueError for observations of no robot."""
 
     def __init__(self, frame: Mapping[str, Any]):
         keys = [key for key in frame if key.startswith(f"{OBS_STR}.")]
@@ -58,10 +54,8 @@ def compare_tools(
     """Predict actions for frames as evaluate.py does, and by the functions of LeRobot's tools.
 
     Args:
-        policy: the exported policy, on its device.
-        folder: folder of the export.
+        policy: the policy that was exported to `folder`, on its device.
         frames: frames of one episode under the robot's own names, from `open_loop.episode_frames`.
-        trusted: whether code that comes with the folder may run.
     Returns:
         By tool, the largest difference of an action in the dataset's units, 0.0 for equal bits; or the reason why the
         tool cannot play the policy. Empty if evaluate.py cannot play it.

@@ -18,20 +18,14 @@ from vla_finetuning.rollouts.servers import play
 
 
 class SideBySide:
-    """The results of the same episodes under each condition. The constructor plays them, on the driver.
+    """The results of the same episodes under each condition. The constructor plays them, as `servers.play`.
 
     Args:
-        conditions: conditions by name.
         sources: policies by the names in `Condition.policy`.
-        makers: makers of environments, by task.
-        options: numbers of processes and the batch size.
         count: episodes per task.
         first_seed: seed of a task's first episode; the others count up.
         seed: seed of the policies' noise.
-        use_gpu: whether each policy server has a GPU.
         number: as for `episode_list`.
-    Raises:
-        ValueError, OSError, RuntimeError: as `servers.play`.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,32 +56,21 @@ class Trial:
     """A resolved evaluation.
 
     Attributes:
-        output_dir: folder of the evaluation.
-        env: configuration of the environment.
-        makers: makers of environments, by task.
-        source: the policy.
-        episodes: list of all episodes.
         conditions: conditions by name, one per latency.
-        latencies: latency of each condition in seconds; empty if none was given.
-        options: numbers of processes and the batch size.
-        seed: seed of the policy's noise.
         about: all that decides the results, as JSON.
         dataset: folder of the dataset to record; None: no dataset.
-        videos: most films of failures; half as many successes.
     """
 
+    config: EvaluateConfig
     output_dir: Path
     env: EnvConfig
     makers: Mapping[str, Maker]
     source: PolicySource
     episodes: list[Episode]
     conditions: dict[str, Condition]
-    latencies: dict[str, float]
     options: EvalOptions
-    seed: int
     about: dict[str, Any]
     dataset: Path | None
-    videos: int
 
     @property
     def recorded(self) -> dict[str, Any]:
@@ -130,18 +119,16 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     output_dir = as_path(config.output_dir or "").absolute()
     check_place(output_dir)
     trial = Trial(
+        config=config,
         output_dir=output_dir,
         env=env,
         makers=makers,
         source=source,
         episodes=episode_list(conditions, makers, config.eval.n_episodes, config.seed),
         conditions=conditions,
-        latencies=dict(zip(conditions, config.latency_s, strict=bool(config.latency_s))),
         options=options,
-        seed=config.seed,
         about=about,
         dataset=None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute(),
-        videos=config.videos,
     )
     if trial.dataset is not None:
         is_recorded(trial.dataset, trial.recorded)
@@ -177,33 +164,21 @@ def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str])
         raise ValueError(f"{path}: {error}; give the folder of one") from error
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of an evaluation.
+def run_trial(trial: Trial, write_page: Callable[..., None]) -> tuple[str, int]:
+    """Play all remaining episodes, make films and write the page, on the cluster that this process has joined.
 
-    Attributes:
-        text: success as text for the terminal.
-        errors: number of episodes that ended in an error.
-        by_latency: `score_rows` by latency in seconds, or by None if no latency was given.
-        films: content of films.json, `{"videos": n, "films": result of make_films}`.
+    Return success as text for the terminal, and the number of episodes that ended in an error. `write_page` is
+    `report.page.write_trial_page`.
     """
-
-    text: str
-    errors: int
-    by_latency: Mapping[float | None, Sequence[Mapping[str, Any]]]
-    films: Mapping[str, Any]
-
-
-def run_trial(trial: Trial) -> Outcome:
-    """Play all remaining episodes and make films, on the cluster that this process has joined."""
+    latencies = dict(zip(trial.conditions, trial.config.latency_s, strict=False))
     stored = EvaluationFolder(trial.output_dir, trial.about, trial.episodes)
     pending = [episode for episode in trial.episodes if not stored.is_done(episode)]
     progress = _Progress(len(trial.episodes), len(stored.done))
 
     def on_end(line: Line, actions: np.ndarray | None) -> None:
-        if trial.latencies:
-            line = {**line, "latency_s": trial.latencies[line["condition"]]}
-        stored.write(line, actions if trial.videos or trial.dataset else None)
+        if latencies:
+            line = {**line, "latency_s": latencies[line["condition"]]}
+        stored.write(line, actions if trial.config.videos or trial.dataset else None)
         progress.add(bool(line["success_once"]))
 
     if pending:
@@ -213,27 +188,21 @@ def run_trial(trial: Trial) -> Outcome:
             {"policy": trial.source.shared()},
             trial.makers,
             trial.options,
-            seed=trial.seed,
+            seed=trial.config.seed,
             use_gpu=trial.source.device == "cuda",
             on_end=on_end,
         )
     _, lines = read_evaluation(trial.output_dir)
-    if pending or read_json(trial.output_dir / FILMS_INDEX).get("videos") != trial.videos:
+    if pending or read_json(trial.output_dir / FILMS_INDEX).get("videos") != trial.config.videos:
         _film(trial, lines)
-    by_latency = _by_latency(lines)
+    by_latency: dict[float | None, list[Line]] = {}
+    for line in sorted(lines, key=lambda line: line.get("latency_s", 0.0)):
+        by_latency.setdefault(line.get("latency_s"), []).append(line)
+    scores = {latency_s: score_rows(rows) for latency_s, rows in by_latency.items()}
+    write_page(trial.output_dir, trial.about, scores, read_json(trial.output_dir / FILMS_INDEX)["films"])
     texts = [success_text(rows, latency_s) for latency_s, rows in by_latency.items()]
-    return Outcome(
-        text="\n".join([*texts, *describe_controller(trial.source)]),
-        errors=sum(line["error"] is not None for line in lines),
-        by_latency={latency_s: score_rows(rows) for latency_s, rows in by_latency.items()},
-        films=read_json(trial.output_dir / FILMS_INDEX),
-    )
-
-
-def _by_latency(lines: Sequence[Line]) -> dict[float | None, list[Line]]:
-    """Group lines by latency in ascending order; the key is None if no latency was given."""
-    latencies = sorted({line.get("latency_s") for line in lines}, key=lambda latency_s: latency_s or 0.0)
-    return {latency_s: [line for line in lines if line.get("latency_s") == latency_s] for latency_s in latencies}
+    text = "\n".join([*texts, *describe_controller(trial.source)])
+    return text, sum(line["error"] is not None for line in lines)
 
 
 def describe_controller(source: PolicySource) -> list[str]:
@@ -282,11 +251,7 @@ class _Progress:
 
 
 def record_trial(trial: Trial) -> None:
-    """Record the episodes as a dataset, if requested and not done.
-
-    Raises:
-        ValueError: the evaluation was played without storing actions, or no episode repeats.
-    """
+    """Record the episodes as a dataset, if requested and not done. Raises ValueError if no actions were stored."""
     root = trial.dataset
     if root is None or is_recorded(root, trial.recorded):
         return
@@ -304,7 +269,7 @@ def record_trial(trial: Trial) -> None:
 
 def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
     """Make films of the episodes of `select_films` with stored actions, and write films.json."""
-    shown = {episode_key(line): line for line in select_films(lines, trial.videos)}
+    shown = {episode_key(line): line for line in select_films(lines, trial.config.videos)}
     stored = ((episode_key(fields), actions) for fields, actions in read_actions(trial.output_dir))
     actions_of = {key: actions for key, actions in stored if key in shown}
     chosen = []
@@ -313,7 +278,7 @@ def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
             title = line["task"] if len(trial.conditions) == 1 else f"{line['task']}, {line['condition']}"
             chosen.append((title, line, actions_of[name]))
     films = make_films(trial.output_dir, trial.makers, chosen) if chosen else []
-    write_json(trial.output_dir / FILMS_INDEX, {"videos": trial.videos, "films": films})
+    write_json(trial.output_dir / FILMS_INDEX, {"videos": trial.config.videos, "films": films})
 
 
 def select_films(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
@@ -348,19 +313,18 @@ def success_text(lines: Sequence[Mapping[str, Any]], latency_s: float | None = N
     text += [f"             {share(part)}  {escaped(part['label'])}" for part in parts]
     if at_reset := sum(line["success_at_reset"] for line in played):
         text.append(f"             {at_reset} of them at reset already")
-    for line in [line for line in lines if line["error"] is not None][:5]:
+    failed = [line for line in lines if line["error"] is not None]
+    for line in failed[:5]:
         text.append(f"Not played   {escaped(line['task'])}, seed {line['seed']}: {escaped(line['error'])}")
-    if errors := len(lines) - len(played):
-        text.append(f"             {errors} episodes ended in an error; given again, they are played again")
+    if failed:
+        text.append(f"             {len(failed)} episodes ended in an error; given again, they are played again")
     return "\n".join(text)
 
 
 def compare_folders(a: Path, b: Path) -> tuple[str, int]:
     """Compare two evaluations; return the text for the terminal, and the number of failed episodes in both.
 
-    Raises:
-        ValueError: the environments, lists of episodes or latencies differ, or an evaluation is not finished.
-        FileNotFoundError: a folder holds no evaluation.
+    Raises ValueError if the environments, lists of episodes or latencies differ, or an evaluation is not finished.
     """
     (about_a, lines_a), (about_b, lines_b) = read_evaluation(a), read_evaluation(b)
     env_a, env_b = (about.get("environment") for about in (about_a, about_b))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,12 +38,9 @@ SCHEDULER_OPTIONS = ("scheduler_warmup_steps", "scheduler_decay_steps", "schedul
 
 @dataclass(frozen=True)
 class Base:
-    """The policy that a run starts from.
+    """The policy that a run starts from: configuration with the user's options, and the folder of its weights if any.
 
-    Attributes:
-        config: LeRobot's configuration of the policy, with the user's options.
-        folder: folder of the weights; None for random weights.
-        identity: `{"path", "revision", "digest", "files"}`, equal for equal policies.
+    `identity` is `{"path", "revision", "digest", "files"}`, equal for equal policies.
     """
 
     config: PreTrainedConfig
@@ -57,8 +55,6 @@ class Base:
 def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
     """Find the policy that a run starts from, and check the options that depend on its type.
 
-    Args:
-        path: a folder or a Hub id; None for random weights.
     Returns:
         The options with the policy's path, revision and training precision; the policy.
     Raises:
@@ -84,10 +80,9 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
 def check_policy(
     policy_config: PreTrainedConfig, folder: Path | None, train: TrainOptions, adapters: PeftOptions | None = None
 ) -> TrainableReport | None:
-    """Refuse weights that do not load, and count all and trainable parameters on the meta device.
+    """Refuse weights that do not load, and count parameters on the meta device.
 
-    Returns:
-        The count; None for a policy that cannot be built from its configuration alone.
+    The count is None for a policy that cannot be built from its configuration alone.
     """
     family = family_of(policy_config)
     if train.mode != "full" and not family.modes:
@@ -127,7 +122,6 @@ def check_policy(
 
 
 def _require_frozen(policy: PreTrainedPolicy, train: TrainOptions, adapters: PeftOptions | None) -> None:
-    """Refuse to cache the features of a vision tower with trainable parameters."""
     names = {parameter: name for name, parameter in policy.named_parameters()}
     parameters = (p for module in family_of(policy.config).vision(policy) for p in module.parameters())
     if trained := [names[p] for p in parameters if p.requires_grad]:
@@ -141,7 +135,6 @@ def _require_frozen(policy: PreTrainedPolicy, train: TrainOptions, adapters: Pef
 
 
 def _require_float32(dtype: str) -> None:
-    """Refuse trainable weights of another precision than float32."""
     if dtype != "float32":
         raise ValueError(
             f"--policy.dtype={dtype}, the user's or the pretrained policy's own: weights that train must "
@@ -151,10 +144,8 @@ def _require_float32(dtype: str) -> None:
 
 
 def resolve_policy(config: PolicyOptions, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:
-    """Find a policy and read its configuration.
+    """Find the policy of a folder or Hub id, or a new one for `path` None, and read its configuration.
 
-    Args:
-        path: a folder or a Hub id; None for random weights.
     Returns:
         The configuration; the folder of the weights, None for random ones; the identity as in `Base`.
     Raises:
@@ -208,7 +199,6 @@ def resolve_policy(config: PolicyOptions, path: str | None) -> tuple[PreTrainedC
 
 
 def _trained_type(path: str, folder: Path) -> str:
-    """Return the type of the policy in `folder`; raise ValueError if this type cannot be trained."""
     try:
         saved = read_foreign_json(folder / "config.json")
     except ValueError as error:
@@ -225,12 +215,7 @@ def _trained_type(path: str, folder: Path) -> str:
 
 
 def policy_config_of(label: str, policy_type: str, folder: Path | None, options: list[str]) -> PreTrainedConfig:
-    """Return the policy's configuration with the user's `options`.
-
-    Args:
-        label: name of the policy in error messages.
-        folder: folder with a saved configuration; None for the defaults of `policy_type`.
-    """
+    """Return the configuration saved in `folder`, or the defaults, with the user's `options`; errors name `label`."""
     try:
         with warnings.catch_warnings(), remote_code(trusted=False):
             warnings.simplefilter("ignore")
@@ -267,11 +252,7 @@ def overruled(
 ) -> tuple[str, ...]:
     """Return a line for each option of the run that overrules an entry of the base's config.json.
 
-    Args:
-        folder: folder of the base; None for random weights.
-        report: the trainable parameters; None if unknown without weights.
-    Raises:
-        ValueError: an option of the policy on this run's command line contradicts another option of the run.
+    Raises ValueError for an option of the policy on the command line that contradicts another option of the run.
     """
     saved = {} if folder is None else read_foreign_json(folder / "config.json")
     saved = {name: value for name, value in saved.items() if value is not None}
@@ -329,14 +310,10 @@ def _learning_decisions(config: Config, policy: PreTrainedConfig) -> Iterator[De
     for group, options in (("optimizer", config.optimizer_options), ("scheduler", config.scheduler_options)):
         for name, _, text in (option.removeprefix("--").partition("=") for option in options):
             if name != "type":
-                yield f"{group}_{name.removeprefix('num_')}", _parse_value(text), f"--{group}.{name}={text}"
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+                value: Any = text
+                with suppress(ValueError):
+                    value = json.loads(text)
+                yield f"{group}_{name.removeprefix('num_')}", value, f"--{group}.{name}={text}"
 
 
 def _comparable(value: Any) -> Any:

@@ -26,10 +26,9 @@ def with_image_size(
 ) -> tuple[Config, Features, int | None]:
     """Decide --dataset.image_size=auto.
 
-    Frames are resized to the policy's size if that at least halves a row, or if datasets have different sizes.
+    Frames are resized to the policy's size if that at least halves `row_bytes`, the bytes of a decoded row, or if
+    datasets have different sizes.
 
-    Args:
-        row_bytes: returns the bytes of a decoded row with the given features.
     Returns:
         The options and the features with the size; the bytes of a row with stored frames, None if frames are not
         resized or sizes differ among datasets.
@@ -70,10 +69,8 @@ def check_images(config: Config, policy_config: PreTrainedConfig) -> None:
 def _policy_size(policy_config: PreTrainedConfig) -> tuple[list[int] | None, str]:
     """Return the [height, width] to which the policy itself resizes frames first, and why another size is refused.
 
-    PI0 and related policies resize images in [0, 1] to `image_resolution`, and do nothing to images of that size.
-
-    Returns:
-        The size, None if the policy does not resize first; the reason as text.
+    PI0 and related policies resize images in [0, 1] to `image_resolution`, and do nothing to images of that size. The
+    size is None if the policy does not resize first.
     """
     size = getattr(policy_config, "image_resolution", None)
     if size is None or not family_of(policy_config).fits_images:
@@ -82,8 +79,5 @@ def _policy_size(policy_config: PreTrainedConfig) -> tuple[list[int] | None, str
             "would be trained on others than it gets on the robot; leave it out"
         )
     if normalization_mode(policy_config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY:
-        return (
-            None,
-            "the policy normalises images before it resizes them, which cannot be had in the other order; leave it out",
-        )
+        return None, "the policy normalises images before it resizes them, not in the other order; leave it out"
     return list(size), f"the policy sees {list(size)}; give that, or leave it out"

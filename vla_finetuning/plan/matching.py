@@ -53,7 +53,6 @@ class Matched:
     Attributes:
         metas: datasets with their robot's feature names and order; with the policy's names if there are several
             robots. Datasets without actions have empty vectors for features that they lack.
-        config: configuration of the policy.
         match: mapping of the features of all datasets, by their names in `metas`.
         robots: at least one, without statistics.
         window_steps: as in `data.options.Features`.
@@ -78,7 +77,6 @@ class RobotDatasets:
     Attributes:
         robot: name of the robot; None if the options name none.
         numbers: indices of its datasets in the run.
-        metas: metadata of its datasets.
         rename_map: observation names of any of the datasets -> the policy's names.
         camera_keys: chosen cameras; None for all.
     """
@@ -98,10 +96,8 @@ class RobotDatasets:
 
 
 def by_robot(config: Config, datasets: Datasets) -> Iterator[RobotDatasets]:
-    """Yield the datasets of each robot, in the order of each robot's first dataset.
+    """Yield the datasets with actions of each robot, in the order of each robot's first dataset.
 
-    Args:
-        datasets: datasets with actions.
     Raises:
         ValueError: datasets of one robot choose different cameras, an order does not list the dimensions of a feature,
             or two features get one name.
@@ -203,7 +199,6 @@ def _match_robot(
 
 
 def _check_camera_choice(metas: Metas, members: Sequence[Member], maps: Sequence[Mapping[str, str]]) -> None:
-    """Refuse a dataset that chooses other cameras than its robot's first dataset."""
 
     def policy_names(keys: Iterable[str], names: Mapping[str, str]) -> set[str]:
         return {names.get(key, key) for key in keys}
@@ -297,7 +292,6 @@ def _add_texts(config: Config, datasets: Datasets, base: Base, matched: Matched)
 
 
 def _check_policy(base: Base) -> None:
-    """Refuse a policy that cannot be trained on several different robots."""
     family, policy_type = family_of(base.config), base.config.type
     if not (family.row_losses and family.masks_cameras):
         raise ValueError(
@@ -320,13 +314,7 @@ def _with_policy_names(meta: DatasetMetadata, keys: Iterable[str], rename_map: M
 
 @dataclass(frozen=True)
 class PolicyData:
-    """What a policy sees of a run's datasets.
-
-    Attributes:
-        features: features of all robots by the policy's names, with the widest vectors.
-        tasks: instructions of the chosen episodes, as in prompts.
-        fps: actions per second.
-    """
+    """Features by the policy's names, with the widest robot's vectors; instructions as in prompts; action rate."""
 
     features: dict[str, Feature]
     tasks: list[str]
@@ -336,10 +324,8 @@ class PolicyData:
 def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]) -> PolicyData:
     """Return the features and instructions for which to make a policy, as `match_datasets` would give them.
 
-    The first dataset of each robot decides.
+    The first dataset of each robot decides. `chosen` are the episodes that are used of each dataset.
 
-    Args:
-        chosen: int64 arrays, the episodes that are used of each dataset.
     Raises:
         ValueError: an unknown camera, other names of dimensions, or two features with one name.
     """

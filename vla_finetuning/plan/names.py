@@ -42,11 +42,8 @@ def with_names(
 ) -> tuple[DatasetMetadata, ...]:
     """Rename features of datasets by --rename_map. Raises ValueError as `load_datasets`.
 
-    Several vectors that are renamed to `action` are joined in the map's order.
-
-    Args:
-        state_features: names in the files of the features to join into `observation.state`.
-        observations: rename observations too, for use without a policy's processors.
+    Several vectors that are renamed to `action` are joined in the map's order, and `state_features` into
+    `observation.state`. With `observations`, observations are renamed too, for use without a policy's processors.
     """
     check_known_names(metas, {}, state_features)
     metas = [
@@ -63,7 +60,6 @@ def with_names(
 
 
 def _with_names(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
-    """Rename features of a dataset; join several that are renamed to `action`."""
     keys: dict[str, list[str]] = {}
     for key, name in names.items():
         if key in meta.features:

@@ -160,21 +160,14 @@ class Augmentation:
 def make_augmentation(
     name: str, transforms: ImageTransformOptions, seed: int, keys: Sequence[str]
 ) -> Augmentation | None:
-    """Make the augmentation of a run; return None if the run has none.
+    """Make the augmentation of the cameras `keys`; return None if a run has none. Raises as `lerobot_step`.
 
-    Args:
-        name: value of --train.augmentation.
-        transforms: options --dataset.image_transforms.
-        keys: the policy's camera keys.
-    Raises:
-        ValueError: a transform is unknown or not supported.
+    `name` is the value of --train.augmentation, `transforms` are the options --dataset.image_transforms.
     """
     if name == "openpi":
         return Augmentation(seed, {key: openpi_step(wrist=WRIST in key) for key in keys})
-    if transforms.enable:
-        step = lerobot_step(transforms)
-        return Augmentation(seed, dict.fromkeys(keys, step)) if step is not None else None
-    return None
+    step = lerobot_step(transforms) if transforms.enable else None
+    return None if step is None else Augmentation(seed, dict.fromkeys(keys, step))
 
 
 def openpi_step(wrist: bool) -> Step:
@@ -192,8 +185,7 @@ def openpi_step(wrist: bool) -> Step:
 def lerobot_step(options: ImageTransformOptions) -> Step | None:
     """Make the step of `--dataset.image_transforms`, parsed by LeRobot's own classes; None if it applies no transform.
 
-    Raises:
-        ValueError: LeRobot does not know a type or option, or it is not supported, or all weights are 0.
+    Raises ValueError for an unknown or unsupported type or option, and if all weights are 0.
     """
     transforms: dict[str, Any] = dict(options.tfs) or ImageTransformsConfig().tfs
     steps, weights = [], []

@@ -44,10 +44,7 @@ def load_policy_config(folder: Path, options: Sequence[str] = ()) -> PreTrainedC
     """Read a policy's configuration from its folder, overridden by options such as "--chunk_size=20".
 
     Unlike `PreTrainedConfig.from_pretrained`, it leaves no temporary file, ignores the parser's own flags and drops the
-    fields in ORIGIN_FIELDS. MAX_DELAY is read from robot.json.
-
-    Raises:
-        OSError, ValueError: config.json is unreadable or not a policy's, or the policy has no such option.
+    fields in ORIGIN_FIELDS. MAX_DELAY is read from robot.json. Raises OSError or ValueError.
     """
     saved = read_foreign_json(folder / "config.json")
     policy_type = saved.pop("type")
@@ -116,20 +113,18 @@ def fetch_pretrained(
 ) -> tuple[Path, str | None]:
     """Find a pretrained policy, and download it if `path` is a bucket or Hub address.
 
-    Only configuration, safetensors and tokenizer files are downloaded from the Hub.
-
     Args:
         path: folder on a disk or in a bucket, or `owner/name` on the Hub. An existing folder wins.
-        revision: branch, tag or commit on the Hub.
         check_config: check that is called when only config.json has been downloaded; it may raise.
     Returns:
         The local folder, and its commit; None as commit unless it is from the Hub.
     Raises:
-        FileNotFoundError: `path` is neither a folder nor a Hub id, or has no config.json.
-        ValueError: unknown URI scheme; revision of a local folder; unknown repository or revision; no access.
-        OSError: the Hub cannot be reached and the cache lacks the files.
+        ValueError, OSError: `path` is no folder and no Hub id, cannot be read, or has no config.json or `revision`.
     """
-    folder, commit = _local_folder(path), None
+    folder, commit = as_path(path), None
+    if "://" in path:
+        _require_config(path, folder)  # before it is copied to this machine
+    folder = fetched_for_good(folder)
     if folder.is_dir():
         if revision is not None:
             raise ValueError(f"{path} is a local folder, which has no revision {revision!r}")
@@ -145,14 +140,6 @@ def fetch_pretrained(
     return folder, commit
 
 
-def _local_folder(path: str) -> Path:
-    """Return the local folder; copy one in a bucket to this machine after a check that it holds a policy."""
-    folder = as_path(path)
-    if "://" in path:
-        _require_config(path, folder)
-    return fetched_for_good(folder)
-
-
 def _require_config(path: str, folder: Path) -> None:
     names = contents(folder)
     if "config.json" not in names:
@@ -161,13 +148,7 @@ def _require_config(path: str, folder: Path) -> None:
 
 
 def new_policy(config: PreTrainedConfig, *, trusted: bool = False) -> PreTrainedPolicy:
-    """Build a policy with random weights on the CPU, and set `config.device` to "cpu".
-
-    Args:
-        trusted: whether code of the repositories that `config` names may run.
-    Raises:
-        RemoteCodeError: such code would run, and is not trusted.
-    """
+    """Build a policy with random weights on the CPU. Raises RemoteCodeError for code that is not trusted."""
     config.device = "cpu"
     with remote_code(trusted):
         return get_policy_class(config.type)(config)
@@ -179,20 +160,17 @@ def load_policy(
     """Build a policy on the CPU and load all of its weights.
 
     LeRobot's own `PI05Policy.from_pretrained` catches every error and continues with random weights (lerobot 0.6.1).
-    This function reads the same files, renames keys in the same way, and verifies the result.
+    This function reads the same files, renames keys in the same way, and verifies the result. The policy is in eval
+    mode, with parameters in the configured precision.
 
     Args:
-        folder: pretrained folder with model.safetensors, or with shards and their index.
         config: configuration from that folder, fitted to the dataset (`match_features`). `device` becomes "cpu".
         trusted: whether code of the repositories that `config` names may run.
         weights: result of `read_weights(folder)`, if it has been read already.
-    Returns:
-        The policy in eval mode, with parameters in the configured precision.
     Raises:
         FileNotFoundError: the folder has no safetensors weights.
         ValueError: a file is corrupt; keys are missing, unexpected or of another shape; a weight is not finite.
     """
-    folder = Path(folder)
     # Skip the random initialisation: it takes a minute for 4 billion weights, and every weight is loaded below.
     with no_init_weights() if family_of(config).from_config else contextlib.nullcontext():
         policy = new_policy(config, trusted=trusted)
@@ -203,12 +181,8 @@ def load_policy(
 
 
 def check_weights(folder: Path, policy: PreTrainedPolicy) -> None:
-    """Raise the errors of `load_policy` about keys, shapes and values, without loading. Runs on the driver.
-
-    Args:
-        policy: policy built for the folder's configuration, on any device, meta included.
-    """
-    _check_finite(Path(folder), _matching_weights(Path(folder), policy))
+    """Raise the errors of `load_policy` about keys, shapes and values for a policy on any device, meta included."""
+    _check_finite(folder, _matching_weights(folder, policy))
 
 
 def _check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -226,7 +200,7 @@ def _check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
 def _matching_weights(
     folder: Path, policy: PreTrainedPolicy, tensors: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return all tensors of a pretrained folder under the policy's keys, memory-mapped."""
+    """Return `read_weights` under the policy's keys, which it must have, with the policy's shapes."""
     stored = read_weights(folder) if tensors is None else dict(tensors)
     _explain_names(folder, list(stored))
     weights = family_of(policy.config).own_keys(policy, stored)

@@ -1,4 +1,4 @@
-"""Add, merge and write adapters (LoRA): small trained matrices beside frozen weights, by the PEFT library.
+"""Add adapters (LoRA) to a policy: small trained matrices beside frozen weights, by the PEFT library.
 
 LeRobot's `wrap_with_peft` chooses the layers, and PEFT replaces them by its own. Training, checkpoints and counts
 select parameters by `requires_grad`, as they do without adapters.
@@ -7,7 +7,6 @@ select parameters by `requires_grad`, as they do without adapters.
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ def add_adapters(policy: PreTrainedPolicy, options: PeftOptions, seed: int = 0) 
         policy: a policy with `config.pretrained_path`, on any device, the meta device included.
         seed: seed of the adapters' initial weights. Does not change the process's random state.
     Returns:
-        PEFT's model around the policy, for `merge` and `write_adapters`.
+        PEFT's model around the policy.
     Raises:
         ValueError: the options name no layers of the policy, or layers that cannot have adapters.
     """
@@ -47,8 +46,7 @@ def add_adapters(policy: PreTrainedPolicy, options: PeftOptions, seed: int = 0) 
 def adapted_layers(policy: PreTrainedPolicy, options: PeftOptions) -> tuple[str, ...]:
     """Describe in a line each what the names in `options` match, after `add_adapters` and all freezing.
 
-    Raises:
-        ValueError: a name matches no layer, or only layers that training does not use.
+    Raises ValueError if a name matches no layer, or only layers that training does not use.
     """
     layers = [name for name, _ in policy.named_modules()]
     trained = [(name, tensor.numel()) for name, tensor in policy.named_parameters() if tensor.requires_grad]
@@ -73,20 +71,3 @@ def adapted_layers(policy: PreTrainedPolicy, options: PeftOptions) -> tuple[str,
         scope = "adapters in" if option == "target_modules" else "all of"
         lines.append(f"{scope} {name!r}: {sum(sizes.values()):,} parameters in {len(sizes)} layers, e.g. {min(sizes)}")
     return tuple(lines)
-
-
-def merge(adapted: Any) -> None:
-    """Merge the adapters into the policy's weights and restore LeRobot's layers, in place."""
-    adapted.merge_and_unload()
-
-
-def write_adapters(adapted: Any, base: str, revision: str | None, folder: Path) -> None:
-    """Write adapter_model.safetensors and adapter_config.json into a folder, for LeRobot and PEFT.
-
-    Args:
-        base, revision: folder or Hub id of the policy without adapters, and its revision on the Hub.
-    """
-    config = adapted.peft_config["default"]
-    config.base_model_name_or_path, config.revision = base, revision
-    adapted.save_pretrained(folder, save_embedding_layers=False)  # otherwise PEFT asks the Hub whether they grew
-    (folder / "README.md").unlink(missing_ok=True)  # an empty template

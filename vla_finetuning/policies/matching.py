@@ -18,14 +18,9 @@ from vla_finetuning.policies.registry import family_of
 
 @dataclass(frozen=True)
 class FeatureRow:
-    """A policy's feature and its source in the dataset.
+    """A policy's feature and its source in the dataset, which is None for a masked camera.
 
-    Attributes:
-        dataset_key: name in the dataset; None for a masked camera.
-        policy_key: name in the policy.
-        dataset_shape: shape in the dataset; None for a masked camera.
-        policy_shape: shape in the configuration before it was fitted; images channel-first.
-        normalization: LeRobot's name of the normalisation mode.
+    `policy_shape` is that of the configuration before it was fitted, with images channel-first.
     """
 
     dataset_key: str | None
@@ -37,12 +32,9 @@ class FeatureRow:
 
 @dataclass(frozen=True)
 class FeatureMatch:
-    """How a dataset feeds a policy.
+    """How a dataset feeds a policy: the cameras to decode, and a row for each input and output of the policy.
 
-    Attributes:
-        camera_keys: cameras to decode, by their names in the dataset.
-        rows: one row for each input and output of the policy.
-        delta_timestamps: offsets from a frame in seconds, by dataset key, from LeRobot's `resolve_delta_timestamps`.
+    `delta_timestamps` are offsets from a frame in seconds, by dataset key, from LeRobot's `resolve_delta_timestamps`.
     """
 
     camera_keys: tuple[str, ...]
@@ -68,17 +60,12 @@ class FeatureMatch:
 
     def table(self) -> list[str]:
         """Format the rows as aligned lines of text."""
-        cells = [
-            (
-                row.dataset_key or "(no camera)",
-                "masked" if row.dataset_shape is None else "x".join(map(str, row.dataset_shape)),
-                "->",
-                row.policy_key,
-                "x".join(map(str, row.policy_shape)),
-                row.normalization,
-            )
-            for row in self.rows
-        ]
+        cells = []
+        for row in self.rows:
+            shape = "masked" if row.dataset_shape is None else "x".join(map(str, row.dataset_shape))
+            policy_shape = "x".join(map(str, row.policy_shape))
+            source = row.dataset_key or "(no camera)"
+            cells.append((source, shape, "->", row.policy_key, policy_shape, row.normalization))
         return aligned(cells)
 
 
@@ -104,12 +91,9 @@ def match_features(
     without a message. Here shapes are the dataset's, and a camera is dropped only on request.
 
     Args:
-        config: configuration of the policy.
-        dataset_features: features of the dataset, without cameras that were not chosen.
         rename_map: dataset key to policy key, for `observation.*`.
-        fps: frames per second of the dataset.
         missing_cameras: "mask" to run without cameras that the dataset lacks, if the policy can.
-        excluded: cameras of the dataset that were not chosen, for a message.
+        excluded: cameras of the dataset that were not chosen and are not in `dataset_features`, for a message.
     Raises:
         ValueError: features do not match; the message names the key, both shapes or names, and the flag to use.
     """
@@ -159,7 +143,6 @@ def match_features(
         # The base's names may belong to another robot.
         config.action_feature_names = names if names and len(names) == outputs[ACTION].shape[0] else None
 
-    all_features = {**inputs, **outputs}
     rows = tuple(
         FeatureRow(
             None if key in masked else sources[key],
@@ -168,7 +151,7 @@ def match_features(
             tuple(feature.shape),
             normalization_mode(config, feature.type).value,
         )
-        for key, feature in all_features.items()
+        for key, feature in {**inputs, **outputs}.items()
     )
     dataset_keys = {row.dataset_key for row in rows}
     metadata: Any = SimpleNamespace(features=[key for key in dataset_features if key in dataset_keys], fps=fps)
@@ -223,25 +206,19 @@ def _check_cameras(
     can_mask = masks and len(missing) < len(policy_cameras) - len(empty)
     if not unknown and (not missing or (missing_cameras == "mask" and can_mask)):
         return empty | set(missing)
-    problems, remedies = [], []
-    if missing:
-        reason = f"are not among those chosen ({list(excluded)} are left out)" if excluded else "the dataset lacks"
-        problems.append(f"the policy has cameras that {reason}: {missing}")
+    reason = f"are not among those chosen ({list(excluded)} are left out)" if excluded else "the dataset lacks"
+    problems = [f"the policy has cameras that {reason}: {missing}"] if missing else []
     if unknown:
         problems.append(f"the dataset has cameras that the policy does not know: {[sources[key] for key in unknown]}")
-    if missing and unknown:
-        pairs = _pair_names(unknown, missing)
-        suggestion = json.dumps({**rename_map, **{sources[key]: name for key, name in pairs.items()}})
-        remedies.append(f"if these are the same cameras, --rename_map='{suggestion}'")
-    if excluded:
-        remedies.append("choose more cameras with --dataset.camera_keys")
-    if unknown:
-        remedies.append("name the dataset's cameras to use with --dataset.camera_keys")
-    if missing and cameras and masks:
-        remedies.append("let the policy run without the missing ones with --dataset.missing_cameras=mask")
-    remedies = remedies or ["choose another policy"]
-    remedy = f". Either {', or '.join(remedies)}" if len(remedies) > 1 else f"; {remedies[0]}"
-    raise ValueError("; ".join(problems) + remedy)
+    pairs = {sources[key]: name for key, name in _pair_names(unknown, missing).items()}
+    remedies = {
+        f"if these are the same cameras, --rename_map='{json.dumps({**rename_map, **pairs})}'": pairs,
+        "choose more cameras with --dataset.camera_keys": excluded,
+        "name the dataset's cameras to use with --dataset.camera_keys": unknown,
+        "run without the missing ones with --dataset.missing_cameras=mask": missing and cameras and masks,
+    }
+    helpful = [remedy for remedy, helps in remedies.items() if helps] or ["choose another policy"]
+    raise ValueError("; ".join(problems) + ("; " if len(helpful) == 1 else ". Either ") + ", or ".join(helpful))
 
 
 def _pair_names(keys: Sequence[str], names: Sequence[str]) -> dict[str, str]:

@@ -33,10 +33,7 @@ FUSED = {"fused": True}
 class MuonConfig(OptimizerConfig):
     """Muon for the matrices of a network's layers (`hidden_matrices`), AdamW for all other parameters.
 
-    Attributes:
-        lr, weight_decay: options of both; Muon's update is scaled to the size of AdamW's (torch's "match_rms_adamw").
-        momentum, nesterov, ns_steps: options of Muon.
-        betas, eps: options of AdamW.
+    Rate and weight decay are of both; Muon's update is scaled to the size of AdamW's (torch's "match_rms_adamw").
     """
 
     lr: float = 1e-4
@@ -54,13 +51,10 @@ class MuonConfig(OptimizerConfig):
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` over matrices and `torch.optim.AdamW` over other parameters, as one optimizer.
+    """`torch.optim.Muon` over `matrices` and `torch.optim.AdamW` over other parameters, as one optimizer.
 
-    As in fused optimizers, a step with `found_inf` 1.0 (0-d float32) changes nothing, without a host sync.
-
-    Args:
-        groups: parameter groups, of which `params` and `lr_scale` are used.
-        matrices: two-dimensional parameters that Muon updates.
+    As in fused optimizers, a step with `found_inf` 1.0 (0-d float32) changes nothing, without a host sync. Of each
+    group, `params` and `lr_scale` are used.
     """
 
     def __init__(self, groups: list[dict[str, Any]], matrices: set[nn.Parameter], config: MuonConfig):
@@ -127,7 +121,6 @@ class Recipe:
         scheduler: LeRobot's configuration; None for a constant rate or if `cosine_shares` is set.
         cosine_shares: warm-up steps as a share of all steps, and final rate as a share of `peak`.
         own_groups: whether the policy groups its parameters; otherwise they are one group.
-        clip_norm: largest norm of the gradient; infinite for no clipping.
     """
 
     optimizer: OptimizerConfig
@@ -222,7 +215,7 @@ def _build(optimizer: Any, params: Any, named: dict[str, nn.Parameter]) -> Any:
 
 
 def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
-    """Combine the policy's preset with the run's options. Runs on the driver and in the training worker.
+    """Combine the policy's preset with the run's options.
 
     Raises:
         ValueError: LeRobot's optimizer or schedule lacks an option or refuses its value, or its type is not supported.

@@ -21,8 +21,7 @@ from vla_finetuning.policies.registry import family_of
 def own_camera_names(config: PreTrainedConfig, rename_map: Mapping[str, str]) -> tuple[dict[str, str], str]:
     """Return the robot's camera names by the policy's names, and the reason why the export cannot use them or "".
 
-    Args:
-        rename_map: the robot's names -> the policy's names.
+    `rename_map` has the policy's names by the robot's.
     """
     names = {name: key for key, name in rename_map.items() if name in config.image_features and name != key}
     after = [names.get(key, key) for key in config.input_features or ()]
@@ -46,11 +45,6 @@ def describe_names(config: PreTrainedConfig, rename_map: Mapping[str, str]) -> s
     )
 
 
-def saved_names(preprocessor: PolicyProcessorPipeline) -> dict[str, str]:
-    steps = (step for step in preprocessor.steps if isinstance(step, RenameObservationsProcessorStep))
-    return next((dict(step.rename_map) for step in steps), {})
-
-
 def config_with_names(config: PreTrainedConfig, names: Mapping[str, str]) -> PreTrainedConfig:
     """Return a copy of the configuration with renamed cameras, in the same order."""
     changed = copy.deepcopy(config)
@@ -62,12 +56,7 @@ def config_with_names(config: PreTrainedConfig, names: Mapping[str, str]) -> Pre
 def pipeline_with_names(
     pipeline: PolicyProcessorPipeline, names: Mapping[str, str], rename_map: Mapping[str, str]
 ) -> PolicyProcessorPipeline:
-    """Return a copy of LeRobot's pipeline with renamed cameras.
-
-    Args:
-        names: the pipeline's camera names -> the new names.
-        rename_map: new map of its rename step.
-    """
+    """Return a copy of LeRobot's pipeline with cameras renamed by `names`, and `rename_map` in its rename step."""
     changed = copy.copy(pipeline)
     changed.steps = [_step_with_names(step, names, rename_map) for step in pipeline.steps]
     return changed

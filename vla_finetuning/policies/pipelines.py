@@ -68,7 +68,6 @@ def make_processors(
         folder: pretrained folder, or None.
         config: configuration of the policy, fitted to the dataset (`match_features`).
         stats: statistics by dataset key: vectors, or (3, 1, 1) for images.
-        rename_map: dataset key to policy key.
         trusted: whether code of the folder, or of repositories that its files name, may run.
     Raises:
         ValueError: statistics are missing, not finite or of another shape; a pipeline cannot be built or has a step
@@ -124,11 +123,7 @@ def make_processors(
 def load_processors(
     folder: Path, config: PreTrainedConfig, *, trusted: bool = False
 ) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
-    """Load the pipelines of a pretrained folder, as LeRobot does on a robot.
-
-    Raises:
-        ValueError: a pipeline has a step that is not allowed, or (`RemoteCodeError`) would run untrusted code.
-    """
+    """Load the pipelines of a pretrained folder, as LeRobot does on a robot. Raises ValueError as `make_processors`."""
     overrides = _tokenizer_overrides(folder, config, _saved_steps(folder, config), trusted)
     with remote_code(trusted):
         pipelines = make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=overrides)
@@ -137,11 +132,7 @@ def load_processors(
 
 
 def saved_rename_map(folder: Path) -> dict[str, str]:
-    """Return the rename map of a folder's own preprocessor; empty if it renames nothing.
-
-    Raises:
-        ValueError, OSError: the file cannot be read.
-    """
+    """Return the rename map of a folder's own preprocessor. Raises ValueError or OSError for an unreadable file."""
     names = (_find_saved_step(folder, "rename_observations_processor").get("config") or {}).get("rename_map")
     return {str(key): str(name) for key, name in names.items()} if isinstance(names, dict) else {}
 
@@ -150,10 +141,7 @@ def saved_shapes(folder: Path, config: PreTrainedConfig) -> dict[str, tuple[int,
     """Return the shapes of the statistics of a folder's preprocessor, by the policy's keys.
 
     The policy was trained on these shapes; its configuration may have padded vectors and more cameras. The result is
-    empty if the folder has no statistics, or padded ones.
-
-    Raises:
-        ValueError, OSError: a file cannot be read.
+    empty if the folder has no statistics, or padded ones. Raises ValueError or OSError for an unreadable file.
     """
     name = _find_saved_step(folder, "normalizer_processor").get("state_file")
     if family_of(config).pads_statistics or not isinstance(name, str) or Path(name).name != name:
@@ -172,18 +160,12 @@ def saved_shapes(folder: Path, config: PreTrainedConfig) -> dict[str, tuple[int,
 
 
 def _find_saved_step(folder: Path, name: str) -> dict[str, Any]:
-    """Return the entry of the step `name` in a folder's own preprocessor; empty if it has none."""
+    """Return a step's entry in a folder's own preprocessor; empty if it has none."""
     file = folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json"
     saved = read_foreign_json(file) if file.is_file() else {}
     steps = saved.get("steps") if isinstance(saved, dict) else None
     valid_steps = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
     return next((step for step in valid_steps if step.get("registry_name") == name), {})
-
-
-def _saved_tokenizer(steps: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the folder or Hub id of the tokenizer that saved steps name; None if they name none."""
-    named = (("tokenizer_processor", "tokenizer_name"), ("eo1_qwen_processor", "processor_name"))
-    return next((steps[step][option] for step, option in named if steps.get(step, {}).get(option)), None)
 
 
 def _tokenizer_overrides(
@@ -204,8 +186,10 @@ def _tokenizer_overrides(
         with remote_code(trusted):
             tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER)
         overrides.setdefault("tokenizer_processor", {})["tokenizer"] = tokenizer
-    elif (name := _saved_tokenizer(steps)) is not None:
-        _check_named_tokenizer(config, name)
+        return overrides
+    for step, option in (("tokenizer_processor", "tokenizer_name"), ("eo1_qwen_processor", "processor_name")):
+        if name := steps.get(step, {}).get(option):
+            _check_named_tokenizer(config, name)
     return overrides
 
 
@@ -287,15 +271,7 @@ def tokenizer_step(preprocessor: PolicyProcessorPipeline) -> Any:
 
 
 def check_prompts_differ(preprocessor: PolicyProcessorPipeline, instructions: Sequence[str], name: str) -> None:
-    """Check that a policy's tokens differ with the advantage at the end of an instruction.
-
-    Args:
-        instructions: instructions of the dataset.
-        name: name of the policy, for the message.
-    Raises:
-        ValueError: the processors do not tokenise instructions, the tokenizer does not know the words of the
-            advantage, or they are cut off after a long instruction.
-    """
+    """Refuse a policy whose tokens do not differ with the advantage at the end of an instruction."""
     tokenizer = tokenizer_step(preprocessor)
     if tokenizer is None:
         raise ValueError(

@@ -94,7 +94,7 @@ def normalization_mode(config: PreTrainedConfig, feature_type: FeatureType) -> N
 def required_stats(
     config: PreTrainedConfig, features: Mapping[str, PolicyFeature | DatasetFeature]
 ) -> dict[str, set[str]]:
-    """Return the names of statistics that LeRobot's normaliser needs, by feature, without unnormalised features."""
+    """Return the names of statistics that LeRobot's normaliser needs, by normalised feature."""
     needed = {}
     for key, feature in features.items():
         typed = feature if isinstance(feature, PolicyFeature) else policy_feature(key, feature)
@@ -118,10 +118,7 @@ class Prepare:
     pickles, but is large (PaliGemma's tokenizer is 17 MB): see `training.stream.LazyPickle`.
 
     Args:
-        preprocessor: pipeline from `pipelines.make_processors`.
-        camera_keys: cameras in the block, by their names in the dataset.
-        rename_map: dataset key to policy key.
-        config: configuration of the policy.
+        camera_keys: cameras in the block, by their names in the dataset; `rename_map` gives the policy's names.
         trusted: whether the policy's own code may run, also in processes that unpickle this object.
         texts: whether to keep the instructions, as the pipeline returns them.
     Raises:
@@ -144,7 +141,7 @@ class Prepare:
         self._features = {key for key, feature in features.items() if feature.type is not FeatureType.VISUAL}
         full_pipeline = _with_steps(preprocessor, [_pad_to_max_length(copy.copy(step)) for step in preprocessor.steps])
         self._pipeline = _with_steps(full_pipeline, [step for step in full_pipeline.steps if not _needs_batch(step)])
-        self._renamed = _rename_map(self._pipeline)
+        self._renamed = saved_names(self._pipeline)
         self._check_split(full_pipeline, config)
         for step in self._pipeline.steps:
             step._current_transition = None  # drop the synthetic row
@@ -160,13 +157,10 @@ class Prepare:
             batch: columns of N rows: cameras uint8 (N, H, W, 3), `observation.state` float32 (N, S), `action` float32
                 (N, T, A), `action_is_pad` bool (N, T), `task` strings (N,), and others.
         Returns:
-            Numeric columns of fixed shape for the same rows:
-            - cameras under the policy's names, without a copy;
-            - the policy's other features, normalised, and their `_is_pad`;
-            - columns that the pipeline adds: `observation.language.tokens` int64 (N, L) and
-              `observation.language.attention_mask` bool (N, L);
-            - `task_bytes` (`texts.as_bytes`), if `texts` is set;
-            - ROW_COLUMNS of the block; with `is_skipped`, also `is_read` bool (N,), its opposite.
+            Numeric columns of fixed shape for the same rows: cameras under the policy's names, without a copy; the
+            policy's other features, normalised, and their `_is_pad`; what the pipeline adds, as
+            `observation.language.tokens` int64 (N, L) and `observation.language.attention_mask` bool (N, L);
+            `task_bytes` if `texts` is set; ROW_COLUMNS of the block; with `is_skipped`, also its opposite `is_read`.
         Raises:
             ValueError: a camera is missing or not uint8 (..., H, W, 3); an instruction is not a string; a state or
                 action of a row that is not skipped is not finite.
@@ -252,13 +246,9 @@ def _window(deltas: Sequence[int] | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PreparedRobot:
-    """Preparation of one robot's rows in a mixture.
+    """Preparation of one robot's rows in a mixture, by the policy's feature names.
 
-    Attributes:
-        prepare: preparation with the robot's statistics, for blocks with the policy's feature names.
-        cameras: the robot's cameras, by the policy's names.
-        widths: widths of its vectors by name; a block pads them with zeros.
-        opening: prefix of its instructions.
+    A block pads the robot's vectors from `widths` with zeros; `opening` is the prefix of its instructions.
     """
 
     prepare: Prepare
@@ -273,7 +263,6 @@ class PrepareRobots:
     With one robot, the result is exactly that of its `Prepare`.
 
     Args:
-        robots: robots of the run.
         robot_of: index in `robots` of each dataset.
         cameras: all cameras in a block, by the policy's names.
         per_robot_dims: whether each row's loss covers only its robot's action dimensions.
@@ -286,14 +275,11 @@ class PrepareRobots:
         self._per_robot_dims = per_robot_dims
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Prepare a block of frame rows.
+        """Prepare a block as `Prepare` does, with vectors padded to the widest robot.
 
-        Args:
-            batch: columns as for `Prepare`, with vectors padded to the widest robot.
-        Returns:
-            Columns as from `Prepare`. With several robots, vectors are padded with zeros, and there are three more
-            kinds of columns: `CAMERA_is_present` bool (N,) for each camera, `robot_index` int64 (N,), and with
-            `per_robot_dims` `action_dims` bool (N, A), True for dimensions of the row's robot.
+        With several robots, there are three more kinds of columns: `CAMERA_is_present` bool (N,) for each camera,
+        `robot_index` int64 (N,), and with `per_robot_dims` `action_dims` bool (N, A), True for dimensions of the row's
+        robot.
         """
         if len(self._robots) == 1:
             return self._robots[0].prepare(batch)
@@ -324,7 +310,6 @@ class PrepareRobots:
 
 
 def _row_columns(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the columns that identify rows, and `is_read`."""
     read = {"is_read": ~batch["is_skipped"]} if "is_skipped" in batch else {}
     return read | {key: batch[key] for key in ROW_COLUMNS if key in batch}
 
@@ -374,7 +359,8 @@ def _normalizer(preprocessor: PolicyProcessorPipeline) -> NormalizerProcessorSte
     return next((step for step in preprocessor.steps if isinstance(step, NormalizerProcessorStep)), None)
 
 
-def _rename_map(preprocessor: PolicyProcessorPipeline) -> dict[str, str]:
+def saved_names(preprocessor: PolicyProcessorPipeline) -> dict[str, str]:
+    """Return the map of the preprocessor's rename step."""
     return next((s.rename_map for s in preprocessor.steps if isinstance(s, RenameObservationsProcessorStep)), {})
 
 
@@ -386,7 +372,6 @@ class DeviceHalf(nn.Module):
 
     Args:
         preprocessor: pipeline from `pipelines.make_processors`; None if the policy does not normalise images.
-        config: configuration of the policy.
         augment: function of (camera key, images in [0, 1], stream positions) that returns images; training only.
     """
 

@@ -74,12 +74,9 @@ def find_type(policy_type: Any) -> None:
 
 
 def require_trained(policy_type: Any, source: str) -> None:
-    """Refuse a type that is not trained here, by its name alone: some configurations ask the Hub when constructed.
+    """Refuse a type that does not exist or is not trained here, for a message about `source`, which names it.
 
-    Args:
-        source: flag or file that names the type, for the message.
-    Raises:
-        ValueError: the type does not exist, or its family refuses it.
+    The name alone decides: some configurations ask the Hub when constructed.
     """
     if isinstance(policy_type, str):
         find_type(policy_type)

@@ -2,9 +2,9 @@
 
 transformers runs Python files of a folder or Hub repository if a configuration names them (`auto_map`) and the caller
 passes `trust_remote_code=True`. LeRobot 0.6.1 passes it for repositories that a policy's files name, so a folder of
-JSON files could run a program. `remote_code` patches the two functions of transformers and diffusers that every such
-load calls: one decides whether code is allowed, one executes it. The patch stays for the life of the process, because
-some policies load more at their first batch.
+JSON files could run a program. `remote_code` patches the functions of transformers and diffusers that every such load
+calls: transformers' decision whether code is allowed, and its execution in both. The patch stays for the life of the
+process, because some policies load more at their first batch.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class RemoteCodeError(ValueError):
 
 def code_source(config: PreTrainedConfig) -> str | None:
     """Return the folder or Hub id whose code the policy needs to run; None if it needs none."""
-    option = CODE_OPTIONS.get(config.type)
-    return getattr(config, option, None) if option else None
+    return getattr(config, CODE_OPTIONS.get(config.type, ""), None)
 
 
 @contextlib.contextmanager
@@ -74,7 +73,6 @@ def _patch() -> None:
     guards: list[tuple[Any, str, Callable[..., Any]]] = [
         (transformers_code, DECIDE, _guard_decision),
         (transformers_code, EXECUTE, _guard_execution),
-        (diffusers_code, DECIDE, _guard_diffusers_decision),
         (diffusers_code, EXECUTE, _guard_execution),
     ]
     for owner, name, guard in guards:
@@ -100,25 +98,13 @@ def _guard_decision(original: Callable[..., bool], owner: Any) -> Callable[..., 
             trust = True if trust_remote_code is None else trust_remote_code
             return original(trust, model_name, has_local_code, has_remote_code, error_message, upstream_repo)
         if has_remote_code and not has_local_code:
-            raise _needs_code_error(model_name, upstream_repo or "it")
+            source = upstream_repo or "it"
+            raise RemoteCodeError(
+                f"{model_name} can only be loaded by code that comes with {source}, which is not run: {HOW_TO_TRUST}"
+            )
         return False  # use transformers' own class
 
     return resolve_trust_remote_code
-
-
-def _guard_diffusers_decision(original: Callable[..., bool], owner: Any) -> Callable[..., bool]:
-    def resolve_trust_remote_code(trust_remote_code: bool | None, model_name: Any, has_remote_code: bool) -> bool:
-        if has_remote_code and not _trusted.get():
-            raise _needs_code_error(model_name, "it")
-        return original(trust_remote_code, model_name, has_remote_code)
-
-    return resolve_trust_remote_code
-
-
-def _needs_code_error(model_name: Any, source: str) -> RemoteCodeError:
-    return RemoteCodeError(
-        f"{model_name} can only be loaded by code that comes with {source}, which is not run: {HOW_TO_TRUST}"
-    )
 
 
 def _guard_execution(original: Callable[..., type], owner: Any) -> Callable[..., type]:

@@ -16,7 +16,6 @@ from safetensors.torch import save_model
 
 from vla_finetuning.files import atomic_folder, let_others_read
 from vla_finetuning.policies.loading import WEIGHTS_FILE
-from vla_finetuning.policies.lora import write_adapters
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER
 from vla_finetuning.policies.registry import family_of
 
@@ -61,17 +60,14 @@ def save_adapters(
     folder: Path,
     config: PreTrainedConfig,
 ) -> None:
-    """Write a LeRobot pretrained folder of a policy that uses PEFT: adapters, and the name of their base.
-
-    Args:
-        adapted: result of `lora.add_adapters`.
-        base, revision: see `lora.write_adapters`.
-        preprocessor, postprocessor, folder, config: see `save_pretrained`.
-    """
+    """Write a LeRobot pretrained folder of a policy that uses PEFT: adapters, and the name of their base."""
     config = copy.deepcopy(config)
     config.use_peft = True
     with _pretrained_folder(folder, config, preprocessor, postprocessor) as partial:
-        write_adapters(adapted, base, revision, partial)
+        adapter_config = adapted.peft_config["default"]
+        adapter_config.base_model_name_or_path, adapter_config.revision = base, revision
+        adapted.save_pretrained(partial, save_embedding_layers=False)  # otherwise PEFT asks the Hub whether they grew
+        (partial / "README.md").unlink(missing_ok=True)  # an empty template
 
 
 @contextlib.contextmanager

@@ -24,10 +24,8 @@ MAX_CHARACTERS = 20_000
 
 
 def check_tokenizer(path: Path) -> None:
-    """Refuse a tokenizer.json that takes too much time or memory, or lengthens texts too much.
+    """Refuse a tokenizer.json that takes too much time or memory, or lengthens texts too much; a missing file passes.
 
-    Args:
-        path: path of the file; a missing file passes.
     Raises:
         ValueError: the longest instruction exceeds a limit, or the file cannot be loaded.
     """

@@ -17,7 +17,7 @@ from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.train import TrainMode
 from vla_finetuning.policies.family import UNUSED, PolicyLoss
 from vla_finetuning.policies.lora import adapted_layers, add_adapters
-from vla_finetuning.policies.registry import family_of, types_that
+from vla_finetuning.policies.registry import family_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,6 @@ class TrainableReport:
     """Counts of parameters (scalars, not tensors) after `choose_trainable`.
 
     Attributes:
-        total: number of parameters of the policy.
-        trainable: number of trainable parameters.
         frozen: number of frozen parameters by part of the policy.
         adapted: lines that say which layers each name in --peft.* matched; empty without adapters.
         parts: parts (`Family.parts`) with trainable parameters.
@@ -48,18 +46,11 @@ def choose_trainable(
 
     `heads` trains the projections of actions and time, `expert` also the action expert, `full` everything. Parameters
     in the part UNUSED are always frozen: every trainable parameter then gets a gradient in every step, and DDP runs
-    with `find_unused_parameters=False`.
+    with `find_unused_parameters=False`. A family without modes takes `full` only, and keeps its `requires_grad`.
 
-    Args:
-        policy: policy to change in place. A family without modes takes `full` only, and keeps its `requires_grad`.
-        mode: value of --train.mode.
-        adapters: adapters to add; if enabled, they train instead of the mode's parts.
-        seed: seed of the adapters' weights.
-    Raises:
-        ValueError: the mode is unknown or the family lacks it; adapters name a missing layer.
+    If enabled, `adapters` are added with random weights of `seed`, and train instead of the mode's parts. Raises
+    ValueError if they name a missing layer.
     """
-    if mode not in ("heads", "expert", "full"):
-        raise ValueError(f"train mode {mode!r} is unknown; choose 'heads', 'expert' or 'full'")
     family, default_part = family_of(policy.config), "frozen by the policy's configuration"
     adapted: tuple[str, ...] = ()
     if adapters is not None and adapters.enabled:
@@ -73,13 +64,9 @@ def choose_trainable(
         parts = family.parts(policy)
         for name, parameter in policy.named_parameters():
             parameter.requires_grad_(parts[name] in family.modes[mode])
-    elif mode == "full":
-        parts = {}
     else:
-        raise ValueError(
-            f"train mode {mode!r} names parts of {types_that(lambda family: family.modes)}, and this policy is of type "
-            f"'{policy.config.type}'; use 'full', or what the policy's own configuration offers to freeze parts of it"
-        )
+        assert mode == "full"  # `base_policy.check_policy` refuses others
+        parts = {}
     frozen: dict[str, int] = {}
     training = frozenset(parts[name] for name, p in policy.named_parameters() if p.requires_grad and name in parts)
     for name, parameter in policy.named_parameters():
@@ -155,13 +142,9 @@ def build_loss(
     autocast: torch.dtype | None = None,
     **options: Any,
 ) -> PolicyLoss:
-    """Choose a policy's trainable parameters, drop unused ones, cast frozen ones, and return the loss.
+    """Choose a policy's trainable parameters, drop unused ones, cast frozen ones to `autocast`, and return the loss.
 
-    Args:
-        policy: policy on any device, meta included; changed in place.
-        mode, adapters, seed: see `choose_trainable`.
-        autocast: dtype of the step's autocast, to which frozen parameters are cast; None casts nothing.
-        options: options of `Family.make_loss`.
+    The policy may be on any device, meta included, and is changed in place. `options` are those of `Family.make_loss`.
     """
     choose_trainable(policy, mode, adapters, seed)
     remove_unused(policy)

@@ -74,7 +74,7 @@ class ValueLoss(PolicyLoss):
 
     Args:
         policy_loss: loss of the policy, which computes the prefix.
-        bins: number of bins, K.
+        bins: K.
         backbone: also train the parts that only the mode `full` trains; all other parameters of the policy are frozen.
     """
 
@@ -141,11 +141,7 @@ class ValueLoss(PolicyLoss):
 
 
 def two_bins(returns: Tensor, bins: int) -> Tensor:
-    """Return the distribution on the two nearest bins whose mean is the return: float32 (B, K).
-
-    Args:
-        returns: float32 (B,), clamped to -1 and 0.
-    """
+    """Return the distribution on the two nearest bins whose mean is the return (B,), clamped to -1 and 0: (B, K)."""
     place = (returns.clamp(-1.0, 0.0) + 1.0) * (bins - 1)
     low = place.floor().clamp(max=bins - 2)
     upper = place - low
@@ -157,14 +153,11 @@ def two_bins(returns: Tensor, bins: int) -> Tensor:
 def advantages_and_targets(
     rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lambda: float, after: float = 0.0
 ) -> tuple[list[float], list[float]]:
-    """Estimate generalized advantages of the decisions of one episode (arXiv 1506.02438).
+    """Estimate generalized advantages of the decisions of one episode (arXiv 1506.02438), and targets of values.
 
     Args:
-        rewards: reward of each decision.
         values: value of the state before each decision.
         after: value of the state after the last decision; 0 for a terminal state.
-    Returns:
-        The advantages and the value targets, advantage + value.
     """
     following, advantage, advantages = after, 0.0, []
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):

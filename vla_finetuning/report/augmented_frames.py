@@ -29,10 +29,7 @@ def augmented(sheet: Sequence[Moment], config: Config) -> list[Moment]:
     """Return the moments with EPOCHS_SHOWN augmented copies below each frame: uint8 ((1 + EPOCHS_SHOWN) * H, W, 3).
 
     The copies are examples: training augments at its own resolution and with its own numbers of cameras. Without
-    augmentation in `config` the moments are returned as they are.
-
-    Raises:
-        ValueError: a transform is unknown or unsupported.
+    augmentation in `config` the moments are returned as they are. Raises ValueError for a transform that is unknown.
     """
     if not config.augments:
         return list(sheet)

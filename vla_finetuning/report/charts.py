@@ -28,11 +28,8 @@ def metric_charts(lines: Sequence[Mapping[str, Any]], marks: Sequence[float] = (
     """Draw every key of a run's log lines except `step`, in the order in which keys appear.
 
     A dict is a curve for each of its names. For a list, the first and the last one are drawn over their indices.
-
-    Args:
-        marks: steps to mark by vertical lines.
-    Returns:
-        {"title", "svg"} for each key, or {"title", "absent"} for a key without numbers or with zeros only.
+    Vertical lines are at `marks`, which are steps. Return {"title", "svg"} for each key, or {"title", "absent"} for a
+    key without numbers or with zeros only.
     """
     keys = list(dict.fromkeys(key for line in lines for key in line if key != "step"))
     companions = {pattern.format(key): key for key in keys for pattern in COMPANIONS}

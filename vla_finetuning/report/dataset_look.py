@@ -48,12 +48,9 @@ OUTLIER = 5.0
 
 
 class Finding(NamedTuple):
-    """Something that seems wrong.
+    """Something that seems wrong."""
 
-    kind: damaged, dark, frozen, gaps, duplicates, quantiles, statistics, constant, outliers or jumps.
-    """
-
-    kind: str
+    kind: str  # damaged, dark, frozen, gaps, duplicates, quantiles, statistics, constant, outliers or jumps
     text: str
 
 
@@ -143,10 +140,8 @@ class Look:
 def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
     """Read a sample of the dataset, and return what is in it. Runs on the driver, without Ray.
 
-    Damaged rows and videos become findings; the rest is still read.
-
-    Args:
-        problems_of: reads a sample as a run would (`plan.look`); called if nothing is damaged.
+    Damaged rows and videos become findings; the rest is still read. `problems_of` reads a sample as a run would
+    (`plan.look`); it is called if nothing is damaged.
     """
     check_files(meta, camera_keys=[], skip=True)
     missing = find_missing_files(meta)
@@ -438,11 +433,7 @@ def _sample_cameras(
 
 
 def camera_findings(key: str, episodes: Iterable[np.ndarray]) -> list[Finding]:
-    """Find out whether a camera is dark in all images, or frozen within every episode.
-
-    Args:
-        episodes: a few moments of each episode, uint8 (N, H, W, 3).
-    """
+    """Find out whether a camera is dark in all images of each episode, uint8 (N, H, W, 3), or frozen within each."""
     episodes = [images for images in episodes if len(images)]
     if not episodes:
         return []

@@ -49,12 +49,9 @@ class Score:
 
 
 def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> Iterator[Score]:
-    """Yield the scores of all episodes, in order. Takes seconds per 100,000 rows.
+    """Yield the scores of all episodes, or of those in `read`, in order. Takes seconds per 100,000 rows.
 
-    Args:
-        read: the episodes, for instance in a progress bar; all by default.
-    Raises:
-        ValueError, OSError: rows cannot be read; `look_at` names their episodes.
+    Raises ValueError or OSError if rows cannot be read; `look_at` names their episodes.
     """
     keys = [key for key in vector_keys(meta) if key in (STATE, ACTION)]
     if ACTION not in keys:

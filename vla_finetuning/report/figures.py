@@ -121,11 +121,9 @@ def line_chart(
     from_zero: bool = False,
     marks: Sequence[float] = (),
 ) -> Figure:
-    """Draw lines over one x axis. Values that are not finite leave a gap.
+    """Draw lines, `{name: (x, y)}`, and vertical lines at `marks`. Values that are not finite leave a gap.
 
-    Args:
-        lines: `{name: (x, y)}`; up to nine have distinct styles, and a single line has no legend.
-        marks: x of vertical lines.
+    Up to nine lines have distinct styles; a single line has no legend.
     """
     below = len(lines) > 3  # the legend's place
     with _chart(xlabel, ylabel, HEIGHT + 0.18 * below * len(lines)) as (figure, axes):

@@ -20,10 +20,7 @@ def closed_loop(
 ) -> dict[str, Any] | None:
     """Return the template's values for success after a run and during it; None if the policy was not evaluated.
 
-    Args:
-        evaluation: content of evaluation.json, with `closed_loop` and `films`.
-        folder: the run's folder, with evaluations.jsonl.
-        lines: lines of metrics.jsonl, some with held-out episodes.
+    `evaluation` is the content of evaluation.json; `lines` are those of metrics.jsonl, some with held-out episodes.
     """
     scores = evaluation.get("closed_loop") or {}
     over_steps = [*evaluations(folder), *(_held_out(line) for line in lines if line.get("held_out_episodes"))]

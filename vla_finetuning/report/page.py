@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +58,8 @@ POLL_S = 2.0
 MAX_DIMENSIONS, STRIPS_PER_FIGURE, EXAMPLES, TABLE_ROWS, MAX_DATASETS = 32, 8, 3, 20, 4
 
 logger = logging.getLogger(__name__)
-# Columns of metrics.jsonl, float64, by name.
-Metrics = dict[str, np.ndarray]
+# Lines of metrics.jsonl.
+Lines = Sequence[Mapping[str, Any]]
 # The template's values for a dataset, or a sentence in place of them.
 Drawn = dict[str, Any] | str
 
@@ -102,14 +101,11 @@ def keep_report(output_dir: Path) -> Iterator[None]:
 
 
 def write_report(output_dir: Path, looks: Sequence[Drawn] | None = None) -> Path:
-    """Write `OUTPUT_DIR/report.html` atomically from the files in the run's folder.
-
-    Args:
-        looks: result of `look_at_datasets`, to reuse it; None to look now.
-    """
+    """Write `OUTPUT_DIR/report.html` atomically from the run's files; `looks` reuses a result of `look_at_datasets`."""
     pull(output_dir)
     page = render_report(output_dir, look_at_datasets(output_dir) if looks is None else looks)
-    return write_page(output_dir / REPORT_NAME, page)
+    write_whole(output_dir / REPORT_NAME, page)
+    return output_dir / REPORT_NAME
 
 
 def write_dataset_page(
@@ -118,7 +114,7 @@ def write_dataset_page(
     scores: Sequence[Score] | None = None,
     selection: Sequence[str] = (),
     labels: tuple[Sequence[str], Mapping[str, Any]] | None = None,
-) -> Path:
+) -> None:
     """Write the page about one dataset.
 
     Args:
@@ -136,21 +132,21 @@ def write_dataset_page(
         selection="\n".join(selection),
         labels=None if labels is None else {"table": "\n".join(labels[0]), "svg": advantages_chart(labels[1])},
     )
-    return write_page(path, page)
+    write_whole(path, page)
 
 
 def write_trial_page(
     folder: Path,
     about: Mapping[str, Any],
     by_latency: Mapping[float | None, Sequence[Mapping[str, Any]]],
-    films: Mapping[str, Any],
-) -> Path:
+    films: Sequence[Mapping[str, Any]],
+) -> None:
     """Write `report.html` of a closed-loop evaluation.
 
     Args:
         about: policy, environment and seed, as in `evaluated.json`.
         by_latency: scores of each latency in seconds, the first over all episodes; the key is None without latency.
-        films: `{"films": [...]}`, as `rollouts/replay.py` returns them.
+        films: as `rollouts.replay.make_films` returns them.
     """
     policy, env = about["policy"], about["environment"]
     facts = [
@@ -173,9 +169,9 @@ def write_trial_page(
         scores=[score_row(row) for row in rows],
         at_latency=f", at a latency of {latencies[0]}" if latencies else "",
         over_latency=over_latency(by_latency) if len(latencies) > 1 else None,
-        films=shown_films(films.get("films", ()), folder),
+        films=shown_films(films, folder),
     )
-    return write_page(folder / REPORT_NAME, page)
+    write_whole(folder / REPORT_NAME, page)
 
 
 def look_at_datasets(output_dir: Path) -> list[Drawn]:
@@ -198,19 +194,18 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
     config = read_json(output_dir / CONFIG_NAME)
     facts = read_json(output_dir / RUN_NAME) | {"attention": read_json(output_dir / ATTENTION_NAME)}
     lines = [json.loads(line) for line in read_lines(output_dir / METRICS_NAME)]
-    metrics = columns(lines)
     evaluation = read_json(output_dir / EVALUATION_NAME)
     starts = attempts(output_dir)
     total = facts.get("steps") or config.get("steps")
-    done = int(metrics["step"][-1]) if metrics else 0
+    done = lines[-1]["step"] if lines else 0
     return page_template("report.html").render(
         title=output_dir.name,
         subtitle=_subtitle(done, total),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        key_figures=_key_figures(metrics, evaluation, done, total),
-        facts=_facts(config, facts, metrics),
+        key_figures=_key_figures(lines, evaluation, done, total),
+        facts=_facts(config, facts, lines),
         missing=[
-            name for name, content in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, metrics)) if not content
+            name for name, content in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, lines)) if not content
         ],
         # The chart of the closed loop shows the intervals of held-out success.
         charts=metric_charts(
@@ -239,12 +234,10 @@ def _subtitle(done: int, total: int | None) -> str:
     return f"All {total:,} steps done." if done >= total else f"Step {done:,} of {total:,}."
 
 
-def _key_figures(
-    metrics: Metrics, evaluation: Mapping[str, Any], done: int, total: int | None
-) -> list[tuple[str, str]]:
+def _key_figures(lines: Lines, evaluation: Mapping[str, Any], done: int, total: int | None) -> list[tuple[str, str]]:
     entries = [(f"of {total:,} steps" if total else "steps", f"{done:,}")]
-    if "loss" in metrics:
-        entries.append(("loss", _number(metrics["loss"][-1])))
+    if losses := [line["loss"] for line in lines if line.get("loss") is not None]:
+        entries.append(("loss", _number(losses[-1])))
     for robot, errors in errors_by_robot(evaluation).items():
         trained, whose = errors["trained"], f", {robot}" if robot else ""
         if baseline := trained["mean_action"]["mse"]:
@@ -258,40 +251,43 @@ def _key_figures(
                 (f"success in the loop{when}{whose}{unknown}", f"{tried[key] / tried['episodes']:.0%}")
                 for key, when in (("successes", ""), ("successes_at_end", " at the end"))
             ]
-    if "samples" in metrics:
-        seconds, samples, waited = _totals(metrics)
+    if totals := _totals(lines):
+        seconds, samples, waited = totals
         entries += [("samples / s", _number(samples / seconds, 3)), ("waiting for data", f"{waited / seconds:.0%}")]
     return entries
 
 
-def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, str]]:
+def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], lines: Lines) -> list[tuple[str, str]]:
     """Return hardware, attention kernels, versions and time of a run as (name, value)."""
-    lines, workers = [], (config.get("scaling") or {}).get("num_workers", 0)
+    entries, workers = [], (config.get("scaling") or {}).get("num_workers", 0)
     if hardware := facts.get("hardware"):
         device = "GPU" if facts["use_gpu"] else "CPU"
         gpus = f", {hardware['gpus']:g} GPUs ({', '.join(hardware['gpu_types'])})" if hardware["gpus"] else ""
         nodes = f"{hardware['nodes']} node{'s' * (hardware['nodes'] != 1)}"
         cluster = f"cluster of {nodes}: {hardware['cpus']:g} CPUs{gpus}"
         memory = f"{hardware['memory_bytes'] / 2**30:.3g} GiB of memory"
-        lines.append(("Hardware", f"{workers} {device} workers; {cluster}, {memory}"))
+        entries.append(("Hardware", f"{workers} {device} workers; {cluster}, {memory}"))
     if attention := facts.get("attention"):
         kernels, many = ", ".join(sorted(set(attention["backends"].values()))), len(attention["backends"])
-        lines.append(("Attention", f"{kernels}; compared with eager attention at {many} shapes before the start"))
-        lines += [("", f"not used: {plain(reason, 300)}") for reason in attention["refused"]]
+        entries.append(("Attention", f"{kernels}; compared with eager attention at {many} shapes before the start"))
+        entries += [("", f"not used: {plain(reason, 300)}") for reason in attention["refused"]]
     if versions := facts.get("versions"):
         text = ", ".join(f"{name} {version}" for name, version in versions.items())
-        lines.append(("Versions", re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", text)))
-    if "samples" in metrics:
-        seconds, samples, _ = _totals(metrics)
-        lines.append(("Time", f"{_duration(seconds)} in training steps, {samples:,.0f} samples"))
-    return lines
+        entries.append(("Versions", re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", text)))
+    if totals := _totals(lines):
+        seconds, samples, _ = totals
+        entries.append(("Time", f"{_duration(seconds)} in training steps, {samples:,} samples"))
+    return entries
 
 
-def _totals(metrics: Metrics) -> tuple[float, float, float]:
-    """Return the logged seconds of steps, the number of samples, and the seconds of waiting for data."""
-    steps = np.diff(metrics["step"], prepend=0)
-    seconds = float((metrics["step_s"] * steps).sum())
-    return seconds, float(metrics["samples"][-1]), float((metrics["data_wait_s"] * steps).sum())
+def _totals(lines: Lines) -> tuple[float, int, float] | None:
+    """Return the logged seconds of steps, the number of samples, and the seconds of waiting for data, if logged."""
+    logged = [line for line in lines if "samples" in line]
+    if not logged:
+        return None
+    steps = np.diff([line["step"] for line in logged], prepend=0)
+    seconds, waited = (float(np.dot([line[key] for line in logged], steps)) for key in ("step_s", "data_wait_s"))
+    return seconds, logged[-1]["samples"], waited
 
 
 def _held_out(evaluation: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -377,7 +373,10 @@ def _draw_look(look: Look) -> dict[str, Any]:
     curves = []
     for key, values in look.curves.items():
         names, label = dimension_names(meta, key), f"{key} over time in episode {look.shown}:"
-        draw = partial(_strips, look.time_s, values, names)
+
+        def draw(part: slice, values: np.ndarray = values, names: Sequence[str] = names) -> figures.Figure:
+            return figures.strips(look.time_s, values[:, part], names[part])
+
         curves += _in_parts(plain(key), label, names, draw)
     ranges = {}
     for key, dims in look.ranges.items():
@@ -407,13 +406,7 @@ def _draw_look(look: Look) -> dict[str, Any]:
     }
 
 
-# ---- reading, numbers, writing ----------------------------------------------------------------------------------
-
-
-def columns(lines: Sequence[Mapping[str, Any]]) -> Metrics:
-    """Convert the numbers of log lines to float64 columns, NaN where a line has none; `{}` for no lines."""
-    keys = dict.fromkeys(key for line in lines for key, value in line.items() if not isinstance(value, dict | list))
-    return {key: np.array([math.nan if line.get(key) is None else float(line[key]) for line in lines]) for key in keys}
+# ---- numbers, templates -----------------------------------------------------------------------------------------
 
 
 def _number(value: float, digits: int = 4) -> str:
@@ -423,10 +416,6 @@ def _number(value: float, digits: int = 4) -> str:
     if abs(value) >= 10**digits and abs(value) < 1e12:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
-
-
-def _strips(time_s: np.ndarray, values: np.ndarray, names: Sequence[str], part: slice) -> figures.Figure:
-    return figures.strips(time_s, values[:, part], names[part])
 
 
 def _duration(seconds: float) -> str:
@@ -472,11 +461,6 @@ def _content_policy(style: str) -> str:
             "base-uri 'none'; form-action 'none'",
         )
     )
-
-
-def write_page(path: Path, text: str) -> Path:
-    write_whole(path, text)
-    return path
 
 
 def main(argv: Sequence[str] | None = None) -> int:

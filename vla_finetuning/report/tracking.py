@@ -59,10 +59,8 @@ def require_tracker(name: str | None) -> None:
 def track(output_dir: Path, name: str | None, project: str) -> Iterator[None]:
     """Log the run's metrics to a tracker while the block runs, and the held-out errors at its end.
 
-    A tracker that fails meanwhile is a warning; missing lines are sent when it works again.
-
-    Raises:
-        ValueError: on entry, if the tracker's package is missing or the tracker cannot be opened.
+    A tracker that fails meanwhile is a warning; missing lines are sent when it works again. Raises as `Follower` on
+    entry.
     """
     if name is None:
         yield
@@ -89,11 +87,7 @@ def track(output_dir: Path, name: str | None, project: str) -> Iterator[None]:
 
 
 class Follower:
-    """Log the lines of a run's `metrics.jsonl` to a tracker.
-
-    Raises:
-        ValueError: the tracker's package is missing, or the tracker cannot be opened.
-    """
+    """Log the lines of a run's `metrics.jsonl` to a tracker. Raises ValueError if it is missing or cannot be opened."""
 
     def __init__(self, output_dir: Path, name: str, project: str):
         self._output_dir, self._name = output_dir, name

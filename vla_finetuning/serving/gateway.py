@@ -38,9 +38,7 @@ class Session:
 class Gateway:
     """Send the observations of sessions to the replicas as requests.
 
-    Args:
-        interfaces: the interface of each robot's policy, by the robot's name.
-        token: clients must send it; None to accept all clients.
+    `interfaces` are those of each robot's policy, by the robot's name. Clients must send `token` unless it is None.
     """
 
     def __init__(self, interfaces: Mapping[str, Interface], batches: Batches, seed: int, token: str | None) -> None:
@@ -62,12 +60,9 @@ class Gateway:
             raise AuthenticationError(f"the token is missing or wrong: {remedy}")
 
     def open(self, address: str) -> Session:
-        """Begin a session.
+        """Begin a session at `ROBOT?session=NAME`, where the name is optional. Raises ValueError for an unknown robot.
 
-        Args:
-            address: `ROBOT?session=NAME`. The robot is ignored if there is only one; the name is optional.
-        Raises:
-            ValueError: no robot has this name.
+        The robot is ignored if there is only one.
         """
         parts, names = urlsplit(address), list(self._interfaces)
         robot = names[0] if len(names) == 1 else re.split(r"[/\\]", parts.path.rstrip("/"))[-1]
@@ -93,10 +88,8 @@ class Gateway:
     ) -> Answer:
         """Return the actions for an observation from `Interface.read`; they do not depend on the replica.
 
-        Args:
-            decision: number of the decision; None for the session's next one. A failed decision is not counted.
-        Raises:
-            RuntimeError: the actions could not be computed; the session goes on.
+        `decision` is the decision's number; None for the session's next one. Raises RuntimeError if the actions could
+        not be computed: then the decision is not counted, and the session goes on.
         """
         robot, started = session.interface.robot, time.perf_counter()
         key: Key = (self._seed, session.name, 0, session.decisions if decision is None else decision)

@@ -64,8 +64,7 @@ class _Reader(pickle._Unpickler):
 def read_pickle(data: bytes, name: str) -> dict[str, Any]:
     """Return the fields of a pickled dataclass of LeRobot's, whose class is called `name`.
 
-    Raises:
-        ValueError: the pickle is of another class, uses an unknown name, or is damaged.
+    Raises ValueError if the pickle is of another class, uses an unknown name, or is damaged.
     """
     try:
         call = _Reader(io.BytesIO(data)).load()
@@ -108,12 +107,9 @@ def _code(dtype: Any) -> str | None:
 
 
 def array_of(data: Any, dtype: Any, shape: Any, fortran: bool = False) -> np.ndarray:
-    """Make an array of numbers from received bytes.
+    """Make an array of numbers from received bytes; `dtype` is as `numpy.dtype.str`, for example "<f4".
 
-    Args:
-        dtype: as `numpy.dtype.str`, for example "<f4".
-    Raises:
-        ValueError: `dtype` is not numeric, or `shape` does not fit the bytes.
+    Raises ValueError if `dtype` is not numeric, or `shape` does not fit the bytes.
     """
     if not isinstance(dtype, str) or not _NUMBERS.fullmatch(dtype):
         raise ValueError(f"an array is of type {dtype!r}: send numbers, as '<f4' or '|u1'")

@@ -90,11 +90,8 @@ class Replica:
 class Batches:
     """Send requests to the replicas, one batch per replica at a time.
 
-    Args:
-        replicas: Serve's handle of the deployment, which has `count` replicas.
-        size: maximum number of rows of a batch.
-        wait_s: seconds to wait for more requests, if the last batch had several rows.
-        timeout_s: maximum seconds of a batch.
+    `replicas` is Serve's handle of the deployment, which has `count` replicas; `size` is the maximum number of rows of
+    a batch, and `timeout_s` of its seconds. After a batch of several rows, more requests are waited for `wait_s`.
     """
 
     def __init__(self, replicas: Any, count: int, size: int, wait_s: float, timeout_s: float) -> None:

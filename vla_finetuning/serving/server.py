@@ -54,11 +54,7 @@ class Addresses(NamedTuple):
 
 
 def resolve_service(config: ServeConfig) -> Service:
-    """Find and check the policies of a folder or of the Hub.
-
-    Raises:
-        ValueError, OSError: a policy or a port cannot be served; the message names the remedy.
-    """
+    """Find and check the policies of a folder or of the Hub. Raises ValueError or OSError with a remedy."""
     family = socket.AF_INET6 if ":" in config.serve.host else socket.AF_INET
     for flag, port in (("port", config.serve.port), ("grpc_port", config.serve.grpc_port)):
         try:
@@ -83,11 +79,9 @@ def resolve_service(config: ServeConfig) -> Service:
 
 @asynccontextmanager
 async def running(service: Service) -> AsyncIterator[Addresses]:
-    """Start the replicas on the connected cluster, and listen.
+    """Start the replicas on the connected cluster, and listen. Raises OSError if a port is taken.
 
-    Raises:
-        OSError: a port is taken.
-        RuntimeError: the replicas fail, or find no capacity within `Timeouts.nodes`.
+    Raises RuntimeError if the replicas fail, or find no capacity within `Timeouts.nodes`.
     """
     config, options = service.config, service.config.serve
     # Unique in the cluster, and equal after a restart: a server that was killed is replaced.

@@ -21,8 +21,9 @@ from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.robot_facts import robot_facts
-from vla_finetuning.policies.lora import add_adapters, merge
-from vla_finetuning.policies.own_names import config_with_names, own_camera_names, pipeline_with_names, saved_names
+from vla_finetuning.policies.lora import add_adapters
+from vla_finetuning.policies.own_names import config_with_names, own_camera_names, pipeline_with_names
+from vla_finetuning.policies.processors import saved_names
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.saving import save_adapters, save_pretrained
 from vla_finetuning.policies.spec import PolicySpec, Processors, Robot
@@ -50,7 +51,7 @@ def policy_at(spec: PolicySpec, checkpoint: Path) -> PreTrainedPolicy:
     """
     policy, adapted = _trained_policy(spec, checkpoint)
     if adapted is not None:
-        merge(adapted)
+        adapted.merge_and_unload()
     return policy
 
 
@@ -120,7 +121,7 @@ def export(
                 pipelines, config, renamed = in_own_names(robot_spec)
                 save_adapters(adapted, robot_spec.base["path"], robot_spec.base["revision"], *pipelines, folder, config)
                 describe_to(folder, robot, renamed)
-        merge(adapted)
+        adapted.merge_and_unload()
     with _export_folder(output_dir / "pretrained_model") as root:
         written = None
         for robot in robots:
