@@ -249,7 +249,7 @@ def test_masked_padding_leaves_padded_steps_out():
 def test_other_policies_have_no_options_of_this_loss():
     config = act_config(make_config(1).input_features, chunk_size=4, n_action_steps=4, use_vae=False)
     policy, family = ACTPolicy(config), family_of(config)
-    assert family.draw(config, 2, 0, 0, "cpu") == (None, None) and flops_per_sample(policy, 1, "full") is None
+    assert family.draw(config, 2, 0, 0, "cpu") == (None, None) and flops_per_sample(config, 1, "full") is None
     with pytest.raises(ValueError, match="normalises images"):
         PolicyLoss(policy)
     report = choose_trainable(policy, "full")

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from lerobot.configs import PreTrainedConfig
-from lerobot.policies.pretrained import PreTrainedPolicy
 from numpy.polynomial import Polynomial
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,7 +16,7 @@ from vla_finetuning.policies.trainable import choose_trainable
 
 
 def flops_per_sample(
-    policy: PreTrainedPolicy | PreTrainedConfig,
+    config: PreTrainedConfig,
     cameras: int,
     mode: TrainMode,
     draws: int = 1,
@@ -36,7 +35,6 @@ def flops_per_sample(
     Returns:
         The count, or None for a policy that cannot be built from its configuration alone.
     """
-    config = policy if isinstance(policy, PreTrainedConfig) else policy.config
     family = family_of(config)
     if not family.from_config:
         return None

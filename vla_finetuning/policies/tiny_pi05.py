@@ -89,17 +89,6 @@ class TinyPI05Config(PI05Config):
     chunk_size: int = 10
     n_action_steps: int = 10
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.width % 2:
-            raise ValueError(f"width must be even, for the sine and cosine of the time embedding, not {self.width}")
-        if self.vision_width % self.vision_heads:
-            raise ValueError(f"vision_width {self.vision_width} is not a multiple of vision_heads {self.vision_heads}")
-        if self.image_resolution[0] % self.patch_size:
-            raise ValueError(
-                f"image_resolution {self.image_resolution} is not a multiple of patch_size {self.patch_size}"
-            )
-
     @property
     def vocab_size(self) -> int:
         return len(tokenizer_vocabulary(self.vocabulary))

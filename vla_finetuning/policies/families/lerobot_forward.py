@@ -45,8 +45,6 @@ class ACTLoss(PolicyLoss):
 
 
 class ACT(Family):
-    """ACT and types that derive from it."""
-
     loss_class = ACTLoss
     train_options = frozenset({"exact_mean"})
 
@@ -117,8 +115,6 @@ class VQBeTLoss(PolicyLoss):
 
 
 class VQBeT(Queued):
-    """VQ-BeT and types that derive from it."""
-
     loss_class = VQBeTLoss
     no_adapters = (
         "its first steps (n_vqvae_training_steps) train a codebook and nothing else, and adapters leave that frozen"
@@ -132,8 +128,6 @@ class VQBeT(Queued):
 
 
 class Evo1(Family):
-    """EVO1 and types that derive from it."""
-
     pads_statistics = True
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
@@ -160,8 +154,6 @@ class FastWAMLoss(PolicyLoss):
 
 
 class FastWAM(Family):
-    """FastWAM and types that derive from it."""
-
     loss_class = FastWAMLoss
     sorts_cameras = True
 
@@ -170,8 +162,6 @@ class FastWAM(Family):
 
 
 class MolmoAct2(Family):
-    """MolmoAct2 and types that derive from it."""
-
     # LeRobot 0.6.1 registers its normalisation steps under names that its overrides of statistics do not match.
     rebuilds_processors = True
 
@@ -188,8 +178,6 @@ ROTATED = (10, 20)
 
 
 class XVLA(Family):
-    """X-VLA and types that derive from it."""
-
     any_inputs = True
     ignored_options = {"domain_feature_key": "the domain_id of the step xvla_add_domain_id in its preprocessor"}
 
@@ -235,8 +223,6 @@ class XVLA(Family):
 
 
 class VLAJEPA(Family):
-    """VLA-JEPA and types that derive from it."""
-
     ignored_options = {"reinit_modules": "weights that all fit the configuration: here none may be left out"}
 
 

@@ -51,8 +51,6 @@ class PI0Loss(PI05Loss):
 
 
 class PI0(PI05):
-    """PI0 and types that derive from it."""
-
     loss_class: ClassVar[LossClass] = PI0Loss
     heads = ("action_in_proj", "action_out_proj", "action_time_mlp_in", "action_time_mlp_out", "state_proj")
     before_actions = 1
@@ -80,8 +78,6 @@ class PI0FASTLoss(PolicyLoss):
 
 
 class PI0FAST(Family):
-    """PI0-FAST and types that derive from it."""
-
     loss_class = PI0FASTLoss
     fits_images = True
     train_options = frozenset({"exact_mean"})

@@ -297,7 +297,7 @@ LAST_LAYERS = "the language model's last layers"
 
 
 class SmolVLA(PI0):
-    """SmolVLA and types that derive from it; their inputs are PI0's: images, a prompt and the state."""
+    """SmolVLA, whose inputs are PI0's: images, a prompt and the state."""
 
     loss_class = SmolVLALoss
     train_options = frozenset({"exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"})
