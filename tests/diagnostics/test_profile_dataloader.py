@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import ray
 import torch
 
 import util
@@ -173,11 +172,3 @@ def test_a_starved_step_and_a_slow_model_are_told_apart(step_report, loader_repo
     assert balance(loader_report, at(step_report, 0.04, 0.0))[1] == "They are balanced."
     other = at(step_report, 0.04, 0.0).model_copy(update={"config": step_report.config | {"batch_size": 64}})
     assert balance(loader_report, other)[-1] == "Beware: the two results differ in batch_size."
-
-
-def test_wrong_options_end_with_status_2(tmp_path, capsys):
-    before = ray.is_initialized()
-    assert profile_dataloader.main(["--profile_batches=0"]) == 2
-    assert profile_dataloader.main([f"--against={tmp_path / 'step.json'}", "--preset=demo"]) == 2
-    assert "step.json does not exist" in capsys.readouterr().err
-    assert ray.is_initialized() == before

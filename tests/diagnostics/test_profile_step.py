@@ -13,10 +13,8 @@ from torch.autograd import DeviceType
 
 from diagnostics import profile_step, step_clock
 from diagnostics.profile_step import parse_options
-from diagnostics.report import page
 from diagnostics.step_report import Settings, StepReport, _summarise_phase, advice, judge
 from tests import in_process
-from tests.pages import check_page
 from util import DeviceMetrics, Phase, TrainableOptimizer
 from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.policies.families.pi05 import PI05Loss
@@ -397,15 +395,6 @@ def test_the_trace_is_on_one_clock(tmp_path):
         ("process_name", None),
         ("task at 1000000004.0", 1e9 + 4),
     ]
-
-
-def test_the_page_shows_every_step(report):
-    html = page("A step", "two cores", profile_step.charts(report), profile_step.table(report))
-    shares, steps = [svg["aria-label"] for svg in check_page(html).all("svg")]
-    assert (
-        shares.startswith("Shares: data_wait ") and steps == f"Milliseconds of every step: {', '.join(report.phases)}"
-    )
-    assert "ms untouched" in check_page(html).text and "two cores" in check_page(html).text
 
 
 class At:

@@ -118,7 +118,8 @@ def test_what_is_wrong_is_answered_and_the_session_goes_on(service, addresses, s
     np.testing.assert_allclose([action.get_timestamp() for action in actions], 100 + np.arange(5) / 10)
 
 
-def test_a_step_is_computed_once_unless_the_robot_waits(addresses, handle):
+def test_a_step_is_computed_once_unless_the_robot_waits(addresses, monkeypatch):
+    monkeypatch.setattr(lerobot, "POLL_S", 0.1)
     stub = Stub(addresses, pretrained_name_or_path="x?session=steps")
     stub.begin()
     stub.send(observation(3))
@@ -138,12 +139,13 @@ class Slow(InProcess):
 
     async def remote(self, requests):
         self.began.set()
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.3)
         return await super().remote(requests)
 
 
-def test_what_comes_while_its_step_is_computed_is_not_computed(service):
+def test_what_comes_while_its_step_is_computed_is_not_computed(service, monkeypatch):
     """A client that waits sends its observation at every tick."""
+    monkeypatch.setattr(lerobot, "POLL_S", 0.5)
     with served(service, handle := Slow(service)) as addresses, ThreadPoolExecutor() as threads:
         stub = Stub(addresses)
         stub.begin()

@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from vla_finetuning.buckets.mirror import address, as_path, mirror_of, synced
 from vla_finetuning.files import read_json, read_lines, write_json
@@ -159,16 +159,9 @@ def _charts(line: Mapping[str, Any]) -> dict[str, float]:
 # ---- trackers -----------------------------------------------------------------------------------------------------
 
 
-class Tracker(Protocol):
-    """A run in a tracker; `run_id` finds it again."""
-
-    run_id: str
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add a point to each chart. It replaces points of the chart at this step and later ones."""
-
-    def close(self) -> None:
-        """Close the run when everything is stored."""
+# A tracker is made of the run's folder, the project, the id of the run that it resumes or None, and facts about the run.
+# `run_id` finds the run again; `log` adds a point to each chart, in place of points at this step and later; `close`
+# returns when everything is stored.
 
 
 class TensorBoard:
@@ -271,7 +264,7 @@ class MLflow:
         self._client.set_terminated(self.run_id)
 
 
-TRACKERS: dict[str, Callable[..., Tracker]] = {
+TRACKERS: dict[str, Callable[..., Any]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "trackio": Trackio,
