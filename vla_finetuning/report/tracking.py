@@ -159,7 +159,7 @@ def _charts(line: Mapping[str, Any]) -> dict[str, float]:
 # ---- trackers -----------------------------------------------------------------------------------------------------
 
 
-# A tracker is made of the run's folder, the project, the id of the run that it resumes or None, and facts about the run.
+# A tracker is made of the run's folder, the project, the id of the run that it resumes or None, and facts of the run.
 # `run_id` finds the run again; `log` adds a point to each chart, in place of points at this step and later; `close`
 # returns when everything is stored.
 
