@@ -75,7 +75,7 @@ def play_here(episodes, conditions, sources, makers, options, *, seed, on_end, *
         for end in ended:
             playing = begun[end.number]
             actions = np.concatenate(playing.chunks)[: end.steps]
-            on_end(line_of(playing.episode, end, None, len(playing.chunks)), actions)
+            on_end(line_of(playing.episode, end, len(playing.chunks)), actions)
         left, chunks, rows = left - len(ended), None, []
         for decision in decisions:
             playing = begun[decision.number]
@@ -361,7 +361,7 @@ def test_the_controller_is_of_relative_actions(folder, tmp_path):
         return trial.resolve_trial(parse_evaluate(flags))
 
     by_steps = found(relative, SELECT)
-    assert by_steps.source.controller == "select_action" and by_steps.options.policy_actors == 1
+    assert by_steps.source.controller == "select_action" and by_steps.config.eval.policy_actors == 1
     assert by_steps.about["policy"]["controller"] == "select_action"
     (line,) = trial.describe_controller(by_steps.source)
     assert "added to the current state, as by lerobot-eval" in line

@@ -21,7 +21,6 @@ from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.episodes import EvaluationFolder, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import comparison_text, score, share
 from vla_finetuning.files import read_json, write_json
-from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import EvaluateConfig
 from vla_finetuning.plan.base_policy import resolve_policy
@@ -68,7 +67,6 @@ class Trial:
     source: PolicySource
     episodes: list[Episode]
     conditions: dict[str, Condition]
-    options: EvalOptions
     about: dict[str, Any]
     dataset: Path | None
 
@@ -99,7 +97,8 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     if controller == "rtc":
         check_rtc(policy_config, config.guidance)
     conditions = _conditions(config, env, policy_config)
-    options = replace(config.eval, policy_actors=1) if controller == "select_action" else config.eval
+    if controller == "select_action":
+        config = replace(config, eval=replace(config.eval, policy_actors=1))
     source = PolicySource.of_export(
         folder, policy_config, config, env=env, rename_map=config.rename_map, controller=controller
     )
@@ -126,7 +125,6 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         source=source,
         episodes=episode_list(conditions, makers, config.eval.n_episodes, config.seed),
         conditions=conditions,
-        options=options,
         about=about,
         dataset=None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute(),
     )
@@ -187,7 +185,7 @@ def run_trial(trial: Trial, write_page: Callable[..., None]) -> tuple[str, int]:
             trial.conditions,
             {"policy": trial.source.shared()},
             trial.makers,
-            trial.options,
+            trial.config.eval,
             seed=trial.config.seed,
             use_gpu=trial.source.device == "cuda",
             on_end=on_end,

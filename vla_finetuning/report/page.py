@@ -115,12 +115,9 @@ def write_dataset_page(
     selection: Sequence[str] = (),
     labels: tuple[Sequence[str], Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write the page about one dataset.
+    """Write the page about one dataset, with its episodes whose `scores` have reasons.
 
-    Args:
-        scores: scores of its episodes; those with reasons are shown.
-        selection: lines about episodes that a run would leave out or repeat.
-        labels: result of `show_labels`.
+    `selection` are lines about episodes that a run would leave out or repeat, `labels` is the result of `show_labels`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     suspects = None if scores is None else sorted((s for s in scores if s.reasons), key=lambda s: -len(s.reasons))
