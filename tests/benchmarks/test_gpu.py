@@ -54,7 +54,7 @@ def section(name, about_s=0.0, limit_s=120.0):
 def test_what_breaks_a_process_is_a_result_and_the_others_are_complete(tmp_path, capfd):
     path = tmp_path / "found.json"
     names = ("out_of_memory", "crash", "hang", "fine")
-    found = run_sections([section(name, limit_s=15.0 if name == "hang" else 120.0) for name in names], path, 10.0)
+    found = run_sections([section(name, limit_s=8.0 if name == "hang" else 120.0) for name in names], path, 10.0)
     assert found == json.loads(path.read_text())
     assert found["a small one"]["result"] == 1
     assert found["a large one"]["error"] == "OutOfMemoryError: CUDA out of memory"
@@ -63,7 +63,7 @@ def test_what_breaks_a_process_is_a_result_and_the_others_are_complete(tmp_path,
     assert found["crash"]["error"] == "ChildProcessError: ended by SIGSEGV"
     assert "in crash" in found["crash"]["traceback"]
     assert found["before the hang"]["result"] == 2
-    assert found["hang"]["error"] == "TimeoutError: not done after 15 s" and "in hang" in found["hang"]["traceback"]
+    assert found["hang"]["error"] == "TimeoutError: not done after 8 s" and "in hang" in found["hang"]["traceback"]
     assert found["fine"]["result"] == 3
     stat = Path(f"/proc/{found['child of the hang']['result']}/stat")
     # What it had started is gone with it, or waits for its parent to ask how it ended.

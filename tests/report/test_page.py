@@ -196,7 +196,8 @@ def test_the_report_is_written_at_the_start_at_checkpoints_and_at_the_end(folder
     assert written == [[], ["step_00000010"], ["step_00000010"]]
 
 
-def test_a_report_that_fails_is_a_warning_and_not_the_runs_end(folder, caplog):
+def test_a_report_that_fails_is_a_warning_and_not_the_runs_end(folder, monkeypatch, caplog):
+    monkeypatch.setattr(report, "look_at_datasets", lambda folder: [])
     (folder / "report.html").unlink(missing_ok=True)
     metrics = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text("not json\n")
@@ -207,7 +208,7 @@ def test_a_report_that_fails_is_a_warning_and_not_the_runs_end(folder, caplog):
     (folder / "metrics.jsonl").write_text(metrics)
     with keep_report(folder):
         pass
-    assert len(check_page((folder / "report.html").read_text()).all("img")) == dataset_look.MOMENTS
+    assert "All 60 steps done." in check_page((folder / "report.html").read_text()).text
 
 
 def test_readers_see_the_old_page_or_the_new(folder, monkeypatch):

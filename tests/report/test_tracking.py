@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+from tensorboard.summary.writer import event_file_writer
 
 from tests.buckets import Bucket, forget, runs_bucket
 from vla_finetuning.buckets import mirror
@@ -41,6 +43,15 @@ def folder(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(Config(lr=2.5e-5, steps=50).to_json()))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def seconds(monkeypatch):
+    """The seconds between two of TensorBoard's files, which their names tell, pass at once."""
+    now_s = [time.time()]
+    clock = SimpleNamespace(time=lambda: now_s[0], sleep=lambda _: now_s.append(now_s.pop() + 1))
+    for module in (tracking, event_file_writer):
+        monkeypatch.setattr(module, "time", clock)
 
 
 def logged(folder, *steps, attempt=0):
@@ -242,8 +253,7 @@ def test_a_run_in_a_bucket_is_resumed_elsewhere(folder, tmp_path, monkeypatch):
             with synced(as_path(there)) as copy:
                 part(copy, "tensorboard")
             assert os.environ.pop("TRACKIO_DIR") == str(copy / "trackio")  # so that Trackio's runs travel too
-            while list((copy / "tensorboard").glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-                time.sleep(0.1)  # machines are not changed within a second, which the files' names tell
+            tracking.time.sleep(1)  # machines are not changed within a second
         with fetched(copy) as whole:
             assert scalars(whole) == LOSSES == said(copy)
 
