@@ -31,11 +31,7 @@ from vla_finetuning.evaluation.episodes import read_actions, read_evaluation
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.command_line import parse_evaluate
 from vla_finetuning.policies.saving import save_pretrained
-from vla_finetuning.rollouts import servers
-from vla_finetuning.rollouts.episodes import Playing, line_of
-from vla_finetuning.rollouts.player import Player, PolicySource
-from vla_finetuning.rollouts.servers import PolicyServer, Row
-from vla_finetuning.rollouts.stage import Stage
+from vla_finetuning.rollouts.player import Player
 
 SUBTASK, SELECT = "--policy.subtask=true", "--eval.controller=select_action"
 FLAGS = ["--env.type=two_bins", "--env.episode_length=12", "--eval.n_episodes=6", "--eval.env_actors=1"]
@@ -60,47 +56,8 @@ def flags(folder):
     return [*flags, "--eval.exact", "--eval.batch_size=3"]
 
 
-SHARED = PolicySource.shared
-
-
-def play_here(episodes, conditions, sources, makers, options, *, seed, on_end, **_):
-    """Play as `servers.play`, in this process."""
-    stage, server = Stage(makers, options.batch_size, 60), PolicyServer(sources, options.batch_size, options.exact)
-    queue, begun, chunks, left = [Playing(*numbered) for numbered in enumerate(episodes)], {}, None, len(episodes)
-    while left:
-        (ended, decisions), seen = stage.advance(queue, chunks)
-        numbers = {of.number for of in (*ended, *decisions)}
-        begun |= {playing.number: playing for playing in queue if playing.number in numbers}
-        queue = [playing for playing in queue if playing.number not in numbers]
-        for end in ended:
-            playing = begun[end.number]
-            actions = np.concatenate(playing.chunks)[: end.steps]
-            on_end(line_of(playing.episode, end, len(playing.chunks)), actions)
-        left, chunks, rows = left - len(ended), None, []
-        for decision in decisions:
-            playing = begun[decision.number]
-            condition = conditions[playing.episode.condition]
-            key = (seed, playing.episode.task, playing.episode.episode, decision.decision)
-            rows.append(Row(condition.policy, decision.instruction, False, key, condition.delay, playing.left))
-        if rows:
-            chunks, remaining, _ = server.act(rows, seen)
-            for decision, chunk, rest in zip(decisions, chunks, remaining, strict=True):
-                begun[decision.number].chunks.append(chunk)
-                begun[decision.number].left = rest
-
-
-@pytest.fixture(scope="module", autouse=True)
-def here():
-    """Without Ray; tests/rollouts/test_scheduler.py shows that its processes play the same episodes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate.cluster, "connect", lambda: None)
-        patch.setattr(trial, "play", play_here)
-        patch.setattr(PolicySource, "shared", lambda source: source)
-        yield
-
-
 @pytest.fixture(scope="module")
-def evaluated(flags, tmp_path_factory):
+def evaluated(ray_cluster, flags, tmp_path_factory):
     """A folder of six episodes, and what was printed."""
     out = tmp_path_factory.mktemp("evaluated") / "out"
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -109,6 +66,7 @@ def evaluated(flags, tmp_path_factory):
     return out, printed.getvalue()
 
 
+@pytest.mark.ray
 def test_from_flags_to_a_page(evaluated):
     folder, out = evaluated
     lines = lines_of(folder)
@@ -123,6 +81,7 @@ def test_from_flags_to_a_page(evaluated):
     assert len(pictures) == 2 and all(", 12 steps" in image["alt"] for image in pictures)
 
 
+@pytest.mark.ray
 def test_success_over_latencies(evaluated, flags, tmp_path, capsys):
     """One of which is none."""
     late = tmp_path / "late"
@@ -147,6 +106,7 @@ def test_success_over_latencies(evaluated, flags, tmp_path, capsys):
     assert "played at other latencies: give both the same --eval.latency_s" in capsys.readouterr().err
 
 
+@pytest.mark.ray
 def test_a_killed_evaluation_goes_on_and_two_are_compared(evaluated, flags, tmp_path, capsys, monkeypatch):
     """After two episodes: the rest is played, and those two are not."""
     a, b, shown = tmp_path / "a", tmp_path / "b", []
@@ -200,6 +160,7 @@ def recorded(evaluated, flags):
     return folder, record
 
 
+@pytest.mark.ray
 def test_the_dataset_is_what_gymnasium_shows_for_the_same_actions(evaluated, recorded):
     dataset = LeRobotDataset("recorded/policy", root=recorded[0], video_backend="pyav")
     actions = {named["seed"]: executed for named, executed in read_actions(evaluated[0])}
@@ -226,6 +187,7 @@ def test_the_dataset_is_what_gymnasium_shows_for_the_same_actions(evaluated, rec
     assert row == len(dataset)
 
 
+@pytest.mark.ray
 def test_given_again_it_is_done_and_another_evaluation_does_not_replace_it(recorded, tmp_path, capsys):
     folder, record = recorded
     before = (folder / "meta" / "info.json").stat().st_mtime_ns
@@ -237,6 +199,7 @@ def test_given_again_it_is_done_and_another_evaluation_does_not_replace_it(recor
     assert read_json(folder / "meta" / "environment.json")["evaluation"]["environment"]["type"] == "two_bins"
 
 
+@pytest.mark.ray
 def test_episodes_whose_actions_were_not_written_cannot_be_recorded(evaluated, flags, tmp_path, capsys):
     plain = shutil.copytree(evaluated[0], tmp_path / "plain", ignore=shutil.ignore_patterns("actions*"))
     assert evaluate.main([*flags, f"--output_dir={plain}", f"--eval.record_dataset={tmp_path / 'late'}"]) == 1
@@ -278,8 +241,6 @@ def test_a_policy_that_was_trained_with_masked_cameras_is_not_refused(masked, tm
 @pytest.mark.slow
 def test_from_a_bucket_to_a_bucket(ray_cluster, folder, tmp_path, capsys, monkeypatch):
     """As on a disk, after a kill as well. The processes that play do not know of the bucket."""
-    monkeypatch.setattr(trial, "play", servers.play)
-    monkeypatch.setattr(PolicySource, "shared", SHARED)
     monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
     plain, there = tmp_path / "plain", "s3://runs/there"
     with runs_bucket() as faults:
