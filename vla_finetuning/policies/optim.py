@@ -179,8 +179,7 @@ class Recipe:
     def build(self, policy: PreTrainedPolicy) -> torch.optim.Optimizer:
         """Build LeRobot's optimizer over the trained parameters, fused; `lr_scale` of a group is its rate over `peak`.
 
-        Raises:
-            ValueError: a trained parameter is in none of the policy's groups.
+        Raises ValueError if a trained parameter is in none of the policy's groups.
         """
         trained = trainable_parameters(policy)
         params = policy.get_optim_params() if self.own_groups else policy.parameters()
@@ -203,9 +202,7 @@ class Recipe:
         groups = [group for group in groups if group["params"]]
         if isinstance(self.optimizer, MuonConfig):
             return MuonAdamW(groups, hidden_matrices(policy), self.optimizer)
-        names = ("lr", "betas", "eps", "weight_decay")
-        constants = {name: built.defaults[name] for name in names if name in built.defaults}
-        return type(built)(groups, **constants, **FUSED)
+        return type(built)(groups, lr=built.defaults["lr"], **FUSED)  # groups have all other options
 
 
 def _build(optimizer: Any, params: Any, named: dict[str, nn.Parameter]) -> Any:

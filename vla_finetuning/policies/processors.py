@@ -395,8 +395,8 @@ class DeviceHalf(nn.Module):
         if steps := [step for step in preprocessor.steps if _needs_batch(step)]:
             self._batch_pipeline = _with_steps(preprocessor, steps)
         if any(getattr(step, "_registry_name", None) == IMAGENET_STEP for step in preprocessor.steps):
+            mean, std = (torch.tensor(IMAGENET_STATS[name]).reshape(3, 1, 1) for name in ("mean", "std"))
             for number, key in enumerate(self._keys):
-                mean, std = (torch.tensor(IMAGENET_STATS[name]).reshape(3, 1, 1) for name in ("mean", "std"))
                 self._register(number, key, NormalizationMode.MEAN_STD, mean, std)
         normalizer = _normalizer(preprocessor)
         if normalizer is None:
