@@ -1,9 +1,9 @@
 """The step against plain PyTorch."""
 
-import contextlib
 import copy
 import itertools
 import time
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from util import (
-    Clock,
     DeviceMetrics,
     NumpyToTorchCollate,
     StepResult,
@@ -306,52 +305,19 @@ def test_memory_is_pinned_for_what_a_gpu_copies(monkeypatch):
     assert pinned == [False] * 3
 
 
-class OnGpu:
-    """Stands in for a tensor that can be copied to a GPU; its events, and the stream that is current, are in `log`."""
-
-    def __init__(self, name, log, is_cuda=False):
-        self.name, self.log, self.is_cuda = name, log, is_cuda
-
-    def to(self, device, non_blocking):
-        assert device.type == "cuda" and non_blocking
-        self.log.append(f"copy {self.name} on {self.log.stream}")
-        return OnGpu(self.name, self.log, True)
-
-    def record_stream(self, stream):
-        self.log.append(f"{self.name} is used on {stream.name}")
-
-
 def test_the_next_batch_is_copied_on_a_side_stream(monkeypatch):
     """The driver is stood in for: what is copied when, and which stream waits for which."""
-
-    class Log(list):
-        stream = "main"
-
-    class Stream:
-        def __init__(self, name):
-            self.name = name
-
-        def wait_stream(self, other):
-            log.append(f"{self.name} waits for {other.name}")
-
-    @contextlib.contextmanager
-    def current(stream):
-        log.stream = stream.name
-        yield
-        log.stream = "main"
-
-    log = Log()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
-    monkeypatch.setattr(torch.cuda, "stream", current)
-    source = ({"a": OnGpu(f"a{n}", log), "index": OnGpu(f"index{n}", log)} for n in range(2))
-    clock = Clock()
-    clock.mark = lambda phase: log.append(f"mark {phase} on {log.stream}")
-    for batch in cuda_prefetcher(source, torch.device("cuda"), clock):
-        log.append(f"step with {batch['a'].name} {batch['a'].is_cuda} {batch['index'].is_cuda}")
-    lines = ["mark copy on side", "copy a{n} on side", "mark copy on side", "main waits for side"]
-    lines += ["a{n} is used on main", "step with a{n} True False"]
-    assert log == [line.format(n=n) for n in range(2) for line in lines]
+    gpu, device = MagicMock(), torch.device("cuda")
+    gpu.index.is_cuda, gpu.a.to.return_value.is_cuda = False, True
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: gpu.side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.main)
+    monkeypatch.setattr(torch.cuda, "stream", gpu.within)
+    for batch in cuda_prefetcher([{"a": gpu.a, "index": gpu.index}] * 2, device, gpu.clock):
+        gpu.step(batch["a"] is gpu.a.to.return_value, batch["index"] is gpu.index)
+    copied = [call.clock.mark("copy"), call.a.to(device, non_blocking=True), call.clock.mark("copy")]
+    copied = [call.within(gpu.side), call.within().__enter__(), *copied, call.within().__exit__(None, None, None)]
+    used = [call.main.wait_stream(gpu.side), call.a.to().record_stream(gpu.main), call.step(True, True)]
+    assert gpu.mock_calls == 2 * [*copied, *used]
 
 
 @pytest.mark.parametrize("variable", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
