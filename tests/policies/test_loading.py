@@ -7,12 +7,13 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.factory import make_pre_post_processors
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
@@ -110,31 +111,20 @@ def test_what_is_no_policy_is_named(path, kind, message):
 
 
 def test_a_hub_policy_is_pinned_to_a_commit(saved, monkeypatch):
-    asked = {}
-    commit = "ab" * 20
-
-    def repo_info(self, repo_id, repo_type, revision):
-        asked["info"] = (repo_id, repo_type, revision)
-        return SimpleNamespace(sha=commit)
-
-    def snapshot_download(repo_id, **options):
-        asked["download"] = (repo_id, options["revision"], options["repo_type"])
-        asked.setdefault("patterns", []).append(options["allow_patterns"])
-        return str(saved)
+    commit, info, download = "ab" * 20, Mock(), Mock(return_value=str(saved))
+    info.return_value.sha = commit
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
 
     def look(folder):
-        assert folder == saved and asked["patterns"] == [["config.json"]]
+        assert folder == saved and download.call_args.kwargs["allow_patterns"] == ["config.json"]
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert fetch_pretrained("lerobot/pi05_base", "v1", look) == (saved, commit)
-    assert asked["info"] == ("lerobot/pi05_base", "model", "v1")
-    assert asked["download"] == ("lerobot/pi05_base", commit, "model")
-    wanted = huggingface_hub.utils.filter_repo_objects(
-        ["config.json", "model-00001-of-00002.safetensors", "tokenizer/tokenizer.json", "pytorch_model.bin", "run.py"],
-        allow_patterns=asked["patterns"][1],
-    )
-    assert list(wanted) == ["config.json", "model-00001-of-00002.safetensors", "tokenizer/tokenizer.json"]
+    info.assert_called_once_with("lerobot/pi05_base", repo_type="model", revision="v1")
+    patterns = download.call_args.kwargs["allow_patterns"]
+    download.assert_called_with("lerobot/pi05_base", repo_type="model", revision=commit, allow_patterns=patterns)
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer/tokenizer.json"]
+    assert [*filter_repo_objects([*wanted, "pytorch_model.bin", "run.py"], allow_patterns=patterns)] == wanted
 
 
 # --- load -------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ MAX_HEADER_BYTES = 8 * 2**20
 # Fields of a saved configuration that describe the base's origin and publication, not the policy trained from it.
 # `license` is kept: it also applies to derived policies.
 ORIGIN_FIELDS = ("pretrained_path", "pretrained_revision", "push_to_hub", "repo_id", "private", "tags")
-PRETRAINED_FILES = ("*.json", "*.safetensors", "*.model")
+PRETRAINED_FILES = ["*.json", "*.safetensors", "*.model"]
 
 
 def load_policy_config(folder: Path, options: Sequence[str] = ()) -> PreTrainedConfig:
@@ -132,7 +132,7 @@ def fetch_pretrained(
         raise FileNotFoundError(f"{path} is no folder and no Hub id of the form owner/name")
     else:
         commit = resolve_commit(path, revision, repo_type="model")
-        folder = Path(download_snapshot(path, commit, repo_type="model", allow_patterns=("config.json",)))
+        folder = Path(download_snapshot(path, commit, repo_type="model", allow_patterns=["config.json"]))
         _require_config(path, folder)
         check_config(folder)
         folder = Path(download_snapshot(path, commit, repo_type="model", allow_patterns=PRETRAINED_FILES))
