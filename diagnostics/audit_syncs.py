@@ -49,7 +49,7 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run import cluster
 from vla_finetuning.terminal import print_safe_error, print_safe_text
-from vla_finetuning.training import attempt, callbacks, feed, state
+from vla_finetuning.training import callbacks, feed, state
 from vla_finetuning.training.model import build_model
 from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import Worker
@@ -271,8 +271,8 @@ def _run_loop(
 
     replaced = (
         (feed, "with_timeout", lambda batches, *_: batches),  # keep all operations in this thread
-        (attempt, "log_to", lambda folder: None),
-        (attempt, "enable_gpu_perf_flags", lambda *_: None),  # they outlive the audit
+        (state, "log_to", lambda folder: None),
+        (state, "enable_gpu_perf_flags", lambda *_: None),  # they outlive the audit
         (callbacks, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
         (state, "check_attention", lambda *_: None),  # it reads values before the first step
         (DeviceMetrics, "gather", gather_unrecorded),

@@ -31,7 +31,6 @@ from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.data.storage import BLOCK_BYTES, StorageError, StoragePolicy, connect
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve
-from vla_finetuning.training import fitting
 
 FRAMES = 54
 # Retries of many small faults, on a machine that may be busy.
@@ -339,7 +338,7 @@ def test_a_gated_dataset_of_the_hub(hub, base, no_ray_cluster, tmp_path, monkeyp
         raise OSError("not trained")
 
     if not train:
-        monkeypatch.setattr(fitting, "join_cluster", stop_here)
+        monkeypatch.setattr(vla, "on_cluster", stop_here)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
 
     def run(*flags_, status=2):

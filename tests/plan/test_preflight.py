@@ -36,7 +36,7 @@ from vla_finetuning.run.folder import (
     own_folder,
     prepare_folder,
 )
-from vla_finetuning.training.attempt import begin
+from vla_finetuning.training.state import begin
 from vla_finetuning.training.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -37,7 +37,7 @@ from vla_finetuning.rollouts.episodes import Ended, Episode, Playing, line_of
 from vla_finetuning.rollouts.player import Acting, Player
 from vla_finetuning.rollouts.stage import Stage
 from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
-from vla_finetuning.training import attempt
+from vla_finetuning.training import state
 from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.model import build_model
 
@@ -83,7 +83,7 @@ class LocalRollouts:
 def train_as(run, rank=0, world=1):
     rollouts = mock.patch.object(loop, "make_rollouts", lambda run: LocalRollouts(run.scene, run.config.seed))
     # In the process of all tests a collection takes longer than an iteration.
-    with rollouts, mock.patch.object(attempt, "log_to"), mock.patch.object(gc, "collect", lambda *_: 0):
+    with rollouts, mock.patch.object(state, "log_to"), mock.patch.object(gc, "collect", lambda *_: 0):
         return grpo.train(run, Rank(rank, world))
 
 

@@ -21,7 +21,7 @@ from vla_finetuning.rl import loop
 from vla_finetuning.rl.actor import StochasticActor
 from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.objectives.grpo import GRPO
-from vla_finetuning.training import attempt
+from vla_finetuning.training import state
 
 GROUPS, SIZE, ITERATIONS, PEAK_LR, WARMUP, KL, HELD_OUT = 4, 3, 2, 0.01, 1, 0.02, 4
 TIMES = ["play", "score", "update", "held_out", "step", "inference", "waiting", "simulation", "rendering"]
@@ -74,7 +74,7 @@ class Watched:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "make_rollouts", lambda run: Rollouts(run.scene, run.config.seed))
-            patch.setattr(attempt, "log_to", mock.Mock())
+            patch.setattr(state, "log_to", mock.Mock())
             patch.setattr(gc, "collect", lambda *_: 0)  # it takes longer than an iteration in the process of all tests
             patch.setattr(GRPO, "score_rollouts", scored)
             patch.setattr(objective_type, "forward", forwarded)

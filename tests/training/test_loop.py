@@ -16,7 +16,7 @@ from tests import in_process
 from tests.datasets import make_dataset
 from tests.run.test_checkpoint import saved
 from tests.tiny import make_base
-from util import TimedIterator
+from util import UNWATCHED, TimedIterator
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation import after_training
 from vla_finetuning.policies import compiling
@@ -26,8 +26,8 @@ from vla_finetuning.policies.flow import sample_noise_and_time, time_without_giv
 from vla_finetuning.policies.trainable import UNUSED
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Progress
 from vla_finetuning.run.folder import STOP_NAME, own_folder
-from vla_finetuning.training import attempt, callbacks, checkpoint_writer, model, state
-from vla_finetuning.training.callbacks import Checkpoints, NonfiniteSteps, mfu
+from vla_finetuning.training import callbacks, checkpoint_writer, model, state
+from vla_finetuning.training.callbacks import Checkpoints, NonfiniteSteps
 from vla_finetuning.training.feed import describe_batch
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.parallel import cache_casts
@@ -314,7 +314,7 @@ def test_the_loop_compiles_before_its_first_step(setting, monkeypatch):
 def test_segments_of_gpu_memory_grow(setting, monkeypatch):
     run = resolved(setting, output_dir=setting[0] / "segments")
     run.job.output_dir.mkdir()
-    monkeypatch.setattr(attempt, "log_to", lambda folder: None)
+    monkeypatch.setattr(state, "log_to", lambda folder: None)
     settings, apply = [], torch._C._accelerator_setAllocatorSettings
     # PyTorch takes it: it refuses what it does not know.
     monkeypatch.setattr(
@@ -323,7 +323,7 @@ def test_segments_of_gpu_memory_grow(setting, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    attempt.begin(run.job, Worker(CPU), deterministic=False)
+    state.begin(run.job, Worker(CPU), deterministic=False)
     assert settings == ["expandable_segments:True"]
 
 
@@ -338,13 +338,14 @@ def test_what_training_never_uses_is_not_on_the_device(setting):
 def test_a_checkpoints_loss_is_without_log_steps_that_were_skipped():
     start = Progress(step=0, rows=0, stream={}, base={}, mode="full", global_batch_size=4)
     worker = SimpleNamespace(preemption_deadline_ms=lambda: None)
-    state = SimpleNamespace(worker=worker, attempt=SimpleNamespace(progress=start), step=3, rows=12)
-    hook = Checkpoints(None)
-    hook._writer = SimpleNamespace(paused_s=lambda: 0.0)
-    assert hook.progress(state).loss is None
+    of_loop = SimpleNamespace(worker=worker, attempt=SimpleNamespace(progress=start), step=3, rows=12, clock=UNWATCHED)
+    hook, saves = Checkpoints(None), []
+    hook._writer = SimpleNamespace(paused_s=lambda: 0.0, save=saves.append)
+    hook.on_save(of_loop)
     for loss in (1.0, float("nan"), 3.0):
-        hook.on_log(state, {"loss": loss})
-    assert hook.progress(state).loss == 2.0
+        hook.on_log(of_loop, {"loss": loss})
+    hook.on_save(of_loop)
+    assert [progress.loss for progress in saves] == [None, 2.0]
 
 
 def test_options_reach_the_loss(setting, monkeypatch):
@@ -404,14 +405,6 @@ def test_a_step_computes_what_its_prompts_need(setting, monkeypatch):
     monkeypatch.setattr(PI05Loss, "forward", forward)
     in_process.train(run)
     assert shapes == 4 * [(4, 40)]
-
-
-def test_the_utilisation_of_a_known_gpu_is_told(setting, monkeypatch):
-    assert mfu(1e12, 2, CPU) is None
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    gpu = torch.device("cuda", 0)
-    assert mfu(1e12, 2, gpu) == pytest.approx(1e12 / (2 * 989.5e12), rel=1e-3)
-    assert mfu(None, 2, gpu) is None
 
 
 class Casts(TorchDispatchMode):

@@ -91,12 +91,10 @@ class Piece(NamedTuple):
 
 
 class Staging:
-    """Host memory for the copies of all checkpoints of an attempt. A thread allocates it while training begins.
+    """Host memory for the copies of all checkpoints of an attempt, pinned for tensors on a GPU.
 
-    PyTorch's stager pins the exact bytes of a storage; `pin_memory` rounds each up to a power of two.
-
-    Args:
-        tensors: this process's tensors of a checkpoint, by name. For tensors on a GPU, the memory is pinned.
+    A thread allocates it while training begins. PyTorch's stager pins the exact bytes of a storage; `pin_memory` rounds
+    each up to a power of two.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
@@ -147,11 +145,8 @@ class Staging:
 def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number: int = 0, count: int = 1) -> Files:
     """Write one process's files of the checkpoint `folder` to this node's disk; `commit` completes it.
 
-    Args:
-        pieces: tensors under TRAINABLE, OPTIMIZER and AVERAGE, by name.
-        number: index of this process among the `count` writers.
-    Raises:
-        OSError: the disk is full; the message says how much was needed.
+    `pieces` has tensors under TRAINABLE, OPTIMIZER and AVERAGE, by name. `number` is the index of this process among
+    the `count` writers. Raises OSError for a full disk, and says how much was needed.
     """
     from safetensors.torch import save_file
 
@@ -264,15 +259,9 @@ def load_checkpoint(
 ) -> Progress:
     """Read a checkpoint into existing tensors or DTensors, by their names.
 
-    Each process reads its own shards, for any number of processes that wrote the checkpoint.
-
-    Args:
-        trainable: trained tensors, or None to skip them.
-        optimizer: the optimizer's state, or None.
-        average: averages of trained parameters, or None.
-    Raises:
-        ValueError: files are damaged or missing, or names or shapes differ from the checkpoint's.
-        OSError: the disk cannot be read.
+    Each process reads its own shards, for any number of processes that wrote the checkpoint. Kinds that are None are
+    skipped. Raises ValueError if files are damaged or missing, or names or shapes differ from the checkpoint's, and
+    OSError if the disk cannot be read.
     """
     kinds = {TRAINABLE: trainable, OPTIMIZER: optimizer, AVERAGE: average}
     requested = {group_name: tensors for group_name, tensors in kinds.items() if tensors is not None}
@@ -430,19 +419,15 @@ def prune(
 ) -> None:
     """Delete all but the newest `keep` checkpoints and the `keep_best` with the best score (`Progress.score`).
 
-    Unreadable checkpoints stay for the user to inspect. A failed deletion is logged.
-
-    Args:
-        success: bounds of success by step, equal without errors of the evaluation. If given, success at any time
-            ranks checkpoints, then success at the end, then the loss. A checkpoint whose upper bound reaches the worst
-            of the best is treated as not evaluated yet.
-        waiting: whether the checkpoint of a step is still to be evaluated. It stays while the disk has space for two
-            more of its size.
+    Unreadable checkpoints stay for the user to inspect. A failed deletion is logged. If `success` is given (its bounds
+    by step, equal without errors of the evaluation), success at any time ranks checkpoints, then success at the end,
+    then the loss. A checkpoint that is still to be evaluated (`waiting`), or whose upper bound reaches the worst of the
+    best, stays while the disk has space for two more of its size.
     """
     readable = _scores(folder)
     scores = {path: score for path, score in list(readable.items())[keep:] if not _may_wait(path, waiting)}
-    none: Success = (-1.0, -1.0)
-    bounds = {path: (success or {}).get(_step(path), (none, none)) for path in scores}
+    unplayed: Success = (-1.0, -1.0)
+    bounds = {path: (success or {}).get(_step(path), (unplayed, unplayed)) for path in scores}
     ranked = sorted(scores, key=lambda path: (*(-share for share in bounds[path][0]), scores[path]))
     threshold = bounds[ranked[keep_best - 1]][0] if 0 < keep_best < len(ranked) else (math.inf, math.inf)
     undecided = {_step(path) for path, (least, most) in bounds.items() if least < most and most >= threshold}

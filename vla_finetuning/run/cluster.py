@@ -86,10 +86,8 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
     """Wait until the cluster has capacity for a run's fewest workers and a read task, and return its data limits.
 
     A placement group makes an autoscaler add nodes. It is removed when granted, so that Ray Train can use the nodes.
-
-    Raises:
-        ValueError: the cluster is too small and cannot grow, there is no capacity for VLA_NODES_TIMEOUT_S, or a new
-            node fails `check_nodes`.
+    Raises ValueError: the cluster is too small and cannot grow, there is no capacity for VLA_NODES_TIMEOUT_S, or a new
+    node fails `check_nodes`.
     """
     before = {node["NodeID"] for node in alive_nodes()}
     largest = _largest_cluster()
@@ -273,11 +271,8 @@ def gpus_found(scaling: WorkerOptions, preset: str | None) -> int:
 def find_gpus(flag: str) -> int:
     """Count the GPUs of this machine, or of the cluster that this process has joined.
 
-    Args:
-        flag: flag that decides it, for the message.
-    Raises:
-        ValueError: this machine has none, and the cluster to join may have some.
-        ConnectionError: as `running_cluster`.
+    Raises ValueError, naming the `flag` that decides it, if this machine has none and the cluster to join may have
+    some. Raises ConnectionError as `running_cluster`.
     """
     import torch
 
@@ -320,23 +315,14 @@ def _all_but_code() -> list[str]:
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of every node.
+    """Requirements of every node."""
 
-    Attributes:
-        packages: versions of packages, by name.
-        paths: descriptions of paths that must exist, by path.
-        cuda: CUDA version of torch, e.g. "13.0", for nodes with GPUs; None without GPUs.
-        free_bytes: free disk space in Ray's temporary directory, for spilled objects and logs.
-        gpu_type: Ray's name of the GPUs that workers need; None for any.
-        gpu_bytes: planned bytes of a worker's GPU; 0 if unknown.
-    """
-
-    packages: Mapping[str, str]
-    paths: Mapping[str, str]
-    cuda: str | None
-    free_bytes: int
-    gpu_type: str | None = None
-    gpu_bytes: int = 0
+    packages: Mapping[str, str]  # versions by name
+    paths: Mapping[str, str]  # descriptions of paths that must exist
+    cuda: str | None  # version for which torch was built, e.g. "13.0"; None without GPUs
+    free_bytes: int  # in Ray's temporary directory, for spilled objects and logs
+    gpu_type: str | None = None  # Ray's name of the GPUs that workers need; None for any
+    gpu_bytes: int = 0  # planned bytes of a worker's GPU; 0 if unknown
 
     def gpus(self, node: Node) -> float:
         """Return the number of GPUs of a node that the run may use."""
@@ -363,13 +349,10 @@ def node_needs(scaling: WorkerOptions, roots: Iterable[str], policy_folder: Path
 
 
 def check_nodes(needs: Needs, output_dir: Path, nodes: Sequence[Node] | None = None) -> None:
-    """Check on each node that it meets the run's needs, before any GPU is held.
+    """Check on each node (`alive_nodes()` when None) that it meets the run's needs, before any GPU is held.
 
-    Args:
-        output_dir: the run's folder. It must exist, and be the same folder on all nodes.
-        nodes: nodes to check; `alive_nodes()` when None.
-    Raises:
-        ValueError: names every node that fails, its problems, and remedies.
+    `output_dir` must exist, and be the same folder on all nodes. Raises ValueError, naming every node that fails, its
+    problems, and remedies.
     """
     nodes = alive_nodes() if nodes is None else nodes
     with _marker(output_dir) as marker:
@@ -527,18 +510,13 @@ def _without_build_label(version: str) -> str:
 
 @dataclass(frozen=True)
 class DataLimits:
-    """Limits of the data in the cluster's object stores.
+    """Limits of the data in the cluster's object stores."""
 
-    Attributes:
-        store_bytes: object stores of nodes that run tasks. Ray sizes each by its node's memory and /dev/shm.
-        idle_bytes: object stores of nodes without CPUs for tasks, such as a head with the driver alone. If Ray Data
-            counted them, the other stores would spill.
-        spill_dir: folder of spilled objects on this node.
-    """
-
-    store_bytes: int
+    store_bytes: int  # of nodes that run tasks
+    # Of nodes without CPUs for tasks, such as a head with the driver alone. If Ray Data counted them, the other stores
+    # would spill.
     idle_bytes: int
-    spill_dir: Path
+    spill_dir: Path  # of spilled objects on this node
 
     @property
     def data_bytes(self) -> int:

@@ -99,12 +99,7 @@ def check_folder(config: JobOptions) -> None:
     check_place(folder)
     pull(folder)
     if (folder / LOCK_NAME).is_file():
-        try:
-            _lock(folder).release()
-        except FileExistsError:
-            raise
-        except OSError:
-            pass
+        _lock(folder).release()
     _check_free(config)
 
 
@@ -182,13 +177,9 @@ def check_place(folder: Path) -> None:
 def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> Iterator[None]:
     """Lock the run's folder in the block, after `check_folder`, and print changed options of a resumed run.
 
-    Args:
-        start: progress of the run before its first step.
-        steps: steps of the whole run.
-        disk_bytes: disk space for the run, as in `Job`.
-    Raises:
-        OSError: another process holds the folder, it is unfit, or the disk is too small.
-        ValueError: the newest checkpoint belongs to another run or has more steps, or no checkpoint is usable.
+    `start`, `steps` and `disk_bytes` are as in `Job`. Raises OSError if another process holds the folder, it is unfit,
+    or the disk is too small. Raises ValueError if the newest checkpoint belongs to another run or has more steps, or no
+    checkpoint is usable.
     """
     with claim_folder(config):
         _check_state(config, start, steps, disk_bytes)

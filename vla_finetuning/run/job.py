@@ -13,29 +13,17 @@ from vla_finetuning.run.folder import CHECKPOINTS_NAME
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of a run. Pickled to training workers, without secrets: tokens stay in the environment.
+    """Settings of a run. Pickled to training workers, without secrets: tokens stay in the environment."""
 
-    Attributes:
-        output_dir: absolute path of the run's folder, on a shared disk or in a bucket.
-        steps: optimizer updates of the whole run; iterations in GRPO.
-        batch_size: rows of a worker's micro-batch.
-        batches_per_step: micro-batches of an optimizer step over all workers.
-        scaling: workers and their resources, with `use_gpu` decided.
-        start: progress of the run before its first step.
-        disk_bytes: most bytes in the folder at one time, without checkpoints that wait for an evaluation.
-        timeouts: timeouts of the driver's environment.
-        feature_cache_gb: size limit of cached features of the driver's environment.
-    """
-
-    output_dir: Path
-    steps: int
-    batch_size: int
-    batches_per_step: int
-    scaling: ScalingOptions
-    start: Progress
-    disk_bytes: int
-    timeouts: Timeouts
-    feature_cache_gb: float = FRAME_CACHE_GB
+    output_dir: Path  # absolute, on a shared disk or in a bucket
+    steps: int  # optimizer updates of the whole run; iterations in GRPO
+    batch_size: int  # rows of a worker's micro-batch
+    batches_per_step: int  # micro-batches of an optimizer step over all workers
+    scaling: ScalingOptions  # with `use_gpu` decided
+    start: Progress  # before the first step
+    disk_bytes: int  # most in the folder at one time, without checkpoints that wait for an evaluation
+    timeouts: Timeouts  # of the driver's environment
+    feature_cache_gb: float = FRAME_CACHE_GB  # of the driver's environment
 
     @property
     def checkpoints_dir(self) -> Path:

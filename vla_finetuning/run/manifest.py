@@ -26,27 +26,16 @@ def step_of(name: str) -> int | None:
 
 @dataclass
 class Progress:
-    """Progress and identity of a run.
+    """Progress and identity of a run."""
 
-    Attributes:
-        step: completed optimizer steps.
-        rows: end of the trained stream positions [0, rows).
-        stream: `StreamPlan.identity()`.
-        base: path, revision and digest of the pretrained policy.
-        mode: words on what trains (`PolicySpec.trained_part`).
-        global_batch_size: rows of an optimizer step.
-        loss: mean training loss since the last checkpoint, or None if no step was logged.
-        eval_loss: held-out loss of these weights, or None if not measured.
-    """
-
-    step: int
-    rows: int
-    stream: dict[str, Any]
-    base: dict[str, Any]
-    mode: str
-    global_batch_size: int
-    loss: float | None = None
-    eval_loss: float | None = None
+    step: int  # completed optimizer steps
+    rows: int  # end of the trained stream positions [0, rows)
+    stream: dict[str, Any]  # `StreamPlan.identity()`
+    base: dict[str, Any]  # path, revision and digest of the pretrained policy
+    mode: str  # words on what trains (`PolicySpec.trained_part`)
+    global_batch_size: int  # rows of an optimizer step
+    loss: float | None = None  # mean training loss since the last checkpoint, or None if no step was logged
+    eval_loss: float | None = None  # held-out loss of these weights, or None if not measured
 
     @property
     def score(self) -> tuple[float, float]:

@@ -36,13 +36,9 @@ Line = Callable[[Mapping[str, Any]], str]
 
 
 class MetricsLog:
-    """Write `metrics.jsonl` on rank 0, a line per log step. After a restart, remove lines after the checkpoint.
+    """Write `metrics.jsonl` on rank 0, a line per log step. After a restart, remove lines after `resumed_step`.
 
-    Args:
-        global_batch_size: rows of a step.
-        rows_per_epoch: rows of an epoch.
-        resumed_step: step of the checkpoint; later lines are removed.
-        per_sample: amount per sample by the name of its rate, or None if unknown.
+    `per_sample` has the amount per sample by the name of its rate, or None if unknown.
     """
 
     def __init__(

@@ -48,16 +48,13 @@ PRIVATE = {
 
 
 def check_push(repo_id: str, private: bool | None, *, make: bool = True) -> str:
-    """Check before a long run that its policy can be pushed: a token, a repository, and write access.
+    """Check before a long run that its policy can be pushed, and return the repository's address.
 
     Args:
         private: whether the repository must be private; None keeps it, or takes the account's default for a new one.
         make: whether to make a missing repository; otherwise only its name is checked.
-    Returns:
-        The repository's address.
     Raises:
-        ValueError: there is no token or no write access, the name is invalid, or the repository is public for a
-            private policy.
+        ValueError: no token, no write access, an invalid name, or a public repository for a private policy.
         OSError: the Hub cannot be reached.
     """
     from huggingface_hub import HfApi, get_token
@@ -95,9 +92,8 @@ def repositories(repo_id: str, robots: Sequence[str]) -> dict[str, str]:
 def push_policy(output_dir: Path, repo_id: str, robot: str = "") -> str:
     """Push `OUTPUT_DIR/pretrained_model`, or `robot`'s folder in it, with a model card; return the commit's address.
 
-    Raises:
-        ValueError: the policy is missing or has a link, or the repository is missing or not accessible.
-        OSError: the Hub cannot be reached.
+    Raises ValueError: the policy is missing or has a link, or the repository is missing or not accessible. OSError: the
+    Hub cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 

@@ -38,13 +38,13 @@ SMALL_FILES = "unsent-{}"
 
 
 class LocalCheckpoint(NamedTuple):
-    """A node's files of a checkpoint with their sizes, and `state.json` on the node of rank 0."""
+    """A node's files of a checkpoint with their sizes, and `state.json`, empty but on the node of rank 0."""
 
     host: str
     folder: str
     step: int
     files: dict[str, int]
-    state: dict[str, Any] | None
+    state: dict[str, Any]
 
 
 # Runs functions on nodes by their ids, and returns the results.
@@ -69,20 +69,17 @@ def keep_small_files(folder: Path, rank: int) -> None:
 def recover_local_checkpoints(job: Job, nodes: Iterable[str], on_nodes: OnNodes) -> int | None:
     """Send the newest unsent checkpoint of the nodes to the run's bucket. Return its step, or None without one.
 
-    Runs on the driver, joined to the run's cluster, before the worker group starts.
-
-    Raises:
-        ValueError: files are missing or have changed, or the checkpoint belongs to another run.
-        StorageError: the store does not answer.
+    Runs on the driver, joined to the run's cluster, before the worker group starts. Raises ValueError if files are
+    missing or have changed, or the checkpoint belongs to another run, and StorageError if the store does not answer.
     """
     checkpoints = job.checkpoints_dir
     by_node = on_nodes({node: partial(local_checkpoints, checkpoints) for node in nodes})
     newest = latest_checkpoint(checkpoints)
     done = 0 if newest is None else load_progress(newest).step
-    candidates = [local for saved in by_node.values() for local in saved if local.state is not None]
+    candidates = [local for saved in by_node.values() for local in saved if local.state]
     usable = [local for local in candidates if _goes_on(local, job, done)]
     chosen = max(usable, key=lambda local: local.step, default=None)
-    if chosen is not None and chosen.state is not None:
+    if chosen is not None:
         folder, state = checkpoints / f"{PREFIX}{chosen.step:08d}", chosen.state
         having = {node: [local for local in saved if local.step == chosen.step] for node, saved in by_node.items()}
         _require_all(chosen, [local for saved in having.values() for local in saved], done)
@@ -101,11 +98,10 @@ def local_checkpoints(checkpoints: Path) -> list[LocalCheckpoint]:
     """Return this node's files of unsent checkpoints."""
     stored = []
     for step, disk in sorted(unsent(checkpoints).items()):
-        state = None
+        state: dict[str, Any] = {}
         try:
-            state = parsed((disk / STATE).read_text())
-        except FileNotFoundError:
-            pass
+            if (disk / STATE).exists():
+                state = parsed((disk / STATE).read_text())
         except (OSError, ValueError) as error:
             logger.warning("%s on %s cannot be read: %s", disk / STATE, socket.gethostname(), error)
         files = {file.name: file.stat().st_size for file in disk.iterdir() if file.is_file() and file.name != STATE}
@@ -131,7 +127,6 @@ def send_local_checkpoint(folder: Path, state: Mapping[str, Any], timeout_s: flo
 
 def _goes_on(local: LocalCheckpoint, job: Job, done: int) -> bool:
     """Return whether a checkpoint is newer than step `done` in the bucket, and belongs to the newest attempt."""
-    assert local.state is not None
     progress = Progress(**local.state["progress"])
     if progress.step <= done or not is_newest(job.output_dir, local.state.get("attempt", -1)):
         return False
@@ -143,7 +138,6 @@ def _goes_on(local: LocalCheckpoint, job: Job, done: int) -> bool:
 
 
 def _require_all(chosen: LocalCheckpoint, everywhere: Iterable[LocalCheckpoint], done: int) -> None:
-    assert chosen.state is not None
     stored = {item for local in everywhere for item in local.files.items()}
     missing = sorted(name for name, entry in chosen.state["files"].items() if (name, entry["bytes"]) not in stored)
     if missing:

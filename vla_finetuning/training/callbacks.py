@@ -20,7 +20,6 @@ from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.family import MEAN_COUNT
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.run.checkpoint import Progress
 from vla_finetuning.run.folder import STOP_NAME, prune_checkpoints
 from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped
 from vla_finetuning.training.model import compile_all
@@ -51,13 +50,8 @@ class WorkDone(Callback):
         elapsed_s = max(state.by_rank["elapsed_s"])
         line["tokens_per_s"] = sum(state.by_rank["tokens"]) / elapsed_s or None
         line["flops_per_s"] = sum(state.by_rank["flops"]) / elapsed_s or None
-        line["mfu"] = mfu(line["flops_per_s"], state.worker.world, state.worker.device)
-
-
-def mfu(flops_per_s: float | None, world: int, device: torch.device) -> float | None:
-    """Compute the model FLOP utilisation of `world` devices; None for unknown hardware or FLOPs."""
-    peak = peak_flops(device)
-    return flops_per_s / (world * peak) if flops_per_s and peak else None
+        flops_per_s, peak = line["flops_per_s"], peak_flops(state.worker.device)
+        line["mfu"] = flops_per_s / (state.worker.world * peak) if flops_per_s and peak else None
 
 
 class RowLog(Callback):
@@ -79,7 +73,6 @@ class ExactMean(Callback):
     """Divide each micro-batch's loss by the step's mean count of loss terms (--train.exact_mean)."""
 
     def on_step_begin(self, state: TrainState, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the step's micro-batches, after fetching all of them. Reads nothing from the device."""
         micro_batches = list(itertools.islice(batches, state.micros))
         count = torch.stack([state.loss.count(batch) for batch in micro_batches]).sum(dim=0).to(torch.float32)
         if state.worker.world > 1:
@@ -199,13 +192,10 @@ class Checkpoints(Callback):
 
     def on_save(self, state: LoopState) -> None:
         state.clock.mark("checkpoint")
-        self._writer.save(self.progress(state))
-        self._losses.clear()
-
-    def progress(self, state: LoopState) -> Progress:
-        """Return the progress to save, with the mean loss since the last checkpoint."""
         loss = sum(self._losses) / len(self._losses) if self._losses else None
-        return replace(state.attempt.progress, step=state.step, rows=state.rows, loss=loss, eval_loss=self._eval_loss)
+        start = state.attempt.progress
+        self._writer.save(replace(start, step=state.step, rows=state.rows, loss=loss, eval_loss=self._eval_loss))
+        self._losses.clear()
 
     def on_end(self, state: LoopState) -> None:
         self._writer.close()

@@ -26,8 +26,6 @@ from vla_finetuning.training.memory import GIB, StepMemory, step_memory
 GPUS_OF_A_NODE = 8
 # Optimizers that a run refuses with sharded parameters (`policies.optim.make_recipe`).
 UNSHARDED_OPTIMIZERS = ("sgd", "muon")
-
-
 # Returns the memory that each worker needs with these options, or None if it cannot be planned.
 Plan = Callable[[Config], StepMemory | None]
 
@@ -67,9 +65,9 @@ def card_of(config: Config, found_gib: float | None) -> tuple[str, float] | None
     return (card.name, CARDS_GIB[card.name]) if card and card.name else None
 
 
-def fits(needed: StepMemory, gib: float) -> bool:
+def fits(needed: StepMemory | None, gib: float) -> bool:
     """Return whether a planned step fits a GPU with `gib` GiB, as CUDA reports its memory."""
-    return needed.needed <= gib * GIB
+    return needed is not None and needed.needed <= gib * GIB
 
 
 def describe_memory(config: Config, needed: StepMemory, checkpoint_bytes: int) -> str:
@@ -85,12 +83,12 @@ def describe_memory(config: Config, needed: StepMemory, checkpoint_bytes: int) -
         lines.append(
             f"             fits (planned): {', '.join(large) or 'none'}; too small: {', '.join(small) or 'none'}"
         )
-    staged, memory = checkpoint_bytes, get_system_memory()
+    memory = get_system_memory()
     lines.append(
-        f"Host memory  {staged / 1e9:.1f} GB for a checkpoint while it is written, on the node of rank 0 (ddp) or of a "
-        "replica's workers"
+        f"Host memory  {checkpoint_bytes / 1e9:.1f} GB for a checkpoint while it is written, on the node of rank 0 "
+        "(ddp) or of a replica's workers"
     )
-    if staged > memory:
+    if checkpoint_bytes > memory:
         lines.append(
             f"             TOO LITTLE on this machine: {memory / 1e9:.1f} GB; run on nodes with more, or train fewer "
             "weights (--train.mode)"
@@ -115,14 +113,9 @@ def check_memory(run: Run) -> int:
 def check_capacity(
     config: Config, needed: StepMemory, planned: Plan, found_gib: float | None, optimizer: str = "adamw"
 ) -> None:
-    """Refuse a run whose plan does not fit its GPU.
+    """Raise ValueError for a run that does not fit its GPU, with flags with which a step on the same rows fits.
 
-    Args:
-        planned: function that returned `needed` for these options.
-        found_gib: memory of a GPU of this machine; None without a GPU.
-        optimizer: `--optimizer.type` of the run.
-    Raises:
-        ValueError: the run does not fit; the message names flags with which a step on the same rows fits.
+    `found_gib` is the memory of a GPU of this machine, None without one.
     """
     card = card_of(config, found_gib)
     if card is None or fits(needed, card[1]):
@@ -133,19 +126,14 @@ def check_capacity(
     for recomputed in sorted({config.train.activation_checkpointing, True}):
         ways = list(_smaller(config, recomputed, optimizer))
         # Each plan takes seconds: try the last first, which needs the least.
-        if ways and _fits(planned, ways[-1][1], size):
-            enough = next(flags for flags, smaller in ways if _fits(planned, smaller, size))
+        if ways and fits(planned(ways[-1][1]), size):
+            enough = next(flags for flags, smaller in ways if fits(planned(smaller), size))
             remedy = f"it would fit with {enough}"
             break
     raise ValueError(
         f"the run needs {needed.needed / GIB:.1f} GiB per worker (planned), and {name} has {size:.1f}: {remedy}; or "
         "choose a larger GPU with --scaling.accelerator_type, or fewer trained weights with --train.mode"
     )
-
-
-def _fits(planned: Plan, config: Config, gib: float) -> bool:
-    needed = planned(config)
-    return needed is not None and fits(needed, gib)
 
 
 def _smaller(config: Config, recomputed: bool, optimizer: str) -> Iterator[tuple[str, Config]]:

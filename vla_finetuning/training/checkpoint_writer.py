@@ -63,13 +63,8 @@ class CheckpointWriter:
     checkpoint when all ranks have written their files. One checkpoint is in flight at a time, so host memory holds one
     copy (12 bytes for each trainable parameter). All ranks must make their writers together.
 
-    Args:
-        attempt: number of this start of the worker group. A writer whose attempt is over refuses to write.
-        every_s: --save_every_s.
-        prune: function that deletes checkpoints that the run need not keep.
-
-    Raises:
-        OSError: this node's disk is too small for a checkpoint on its way to a bucket.
+    `attempt` is the number of this start of the worker group: a writer whose attempt is over refuses to write. `prune`
+    deletes checkpoints that the run need not keep. Raises OSError if the disk is too small for a checkpoint.
     """
 
     def __init__(

@@ -33,10 +33,8 @@ RANKS_PER_COORDINATOR = 128
 class GroupedRanks(ray.train.DataConfig):
     """Split datasets of `read_source` over groups of consecutive ranks.
 
-    Args:
-        execution_options: options for a single execution that reads all rows.
-        cpus_per_worker: CPUs of each rank; the executions share the rest.
-        cpus_per_read_task: CPUs of a read task; each group needs enough for one.
+    `execution_options` are those of a single execution that reads all rows. The executions share the CPUs that ranks
+    leave; each needs enough for a read task.
     """
 
     def __init__(self, execution_options: ExecutionOptions, cpus_per_worker: float, cpus_per_read_task: float):

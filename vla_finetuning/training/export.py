@@ -44,10 +44,8 @@ def policy_at(spec: PolicySpec, checkpoint: Path) -> PreTrainedPolicy:
     """Return the policy of a checkpoint on the CPU: the base with the trained tensors.
 
     The base is read again, because training may have rounded frozen tensors to bf16. With --ema.enable the trained
-    tensors are averages. Adapters are merged into the weights.
-
-    Raises:
-        ValueError, OSError: the checkpoint cannot be read, or belongs to another policy.
+    tensors are averages. Adapters are merged into the weights. Raises ValueError or OSError if the checkpoint cannot be
+    read, or belongs to another policy.
     """
     policy, adapted = _trained_policy(spec, checkpoint)
     if adapted is not None:
@@ -86,11 +84,8 @@ def export(
     Several robots get a folder `pretrained_model/ROBOT` each, which share the weights. Adapters are merged into the
     weights, and also written to `adapter` if the options ask for that.
 
-    Args:
-        checkpoint: checkpoint with the policy.
-        output_dir: the run's folder.
-        renderings: rendering options of the simulator that recorded a robot's data, by the robot's name.
-        facts: content of each robot's robot.json (`plan.robot_facts`), by its name; the base's file if absent.
+    By a robot's name, `renderings` has rendering options of the simulator that recorded its data, and `facts` the
+    content of its robot.json (`plan.robot_facts`; the base's file if absent).
     """
     policy, adapted = _trained_policy(spec, checkpoint)
     robots = [robot.by_own_names() for robot in spec.robots]

@@ -43,13 +43,8 @@ def feed(
 ) -> TimedIterator:
     """Return this rank's micro-batches on its device, from stream position `first_row` to the run's end.
 
-    Fetching begins immediately.
-
-    Args:
-        hooks: callbacks of the loop (`state.Callback`).
-        to_tensors: collate function; `NumpyToTorchCollate` when None.
-    Raises:
-        TimeoutError: no batch arrived within VLA_BATCH_TIMEOUT_S.
+    Fetching begins immediately. `hooks` are callbacks of the loop (`state.Callback`). The batches raise TimeoutError
+    when none arrives within VLA_BATCH_TIMEOUT_S.
     """
     rows, policy = run.rows, run.policy
     on_host = [hook.on_host_batch for hook in hooks]

@@ -42,24 +42,15 @@ class Trainer(TorchTrainer):
         return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
 
 
-def join_cluster(run: Run) -> cluster.Needs:
-    """Join or start the run's cluster, check its nodes, and return the requirements of a node."""
+def on_cluster(run: Run) -> tuple[Run, ExecutionOptions]:
+    """Join or start the run's cluster, complete the run, and wait for capacity. Return the options of Ray Data too.
+
+    Missing statistics come first, so that nodes that an autoscaler adds for training do not stand idle.
+    """
+    print_safe("Starting     Ray and the workers; the first step takes about a minute")
     job, roots = run.job, [meta.root for meta in run.rows.metas]
     needs = cluster.node_needs(job.scaling, roots, run.policy.shared_folder, run.gpu_bytes)
     cluster.start(job.scaling, needs, job.output_dir)
-    return needs
-
-
-def on_cluster(run: Run) -> tuple[Run, ExecutionOptions]:
-    """Join or start the run's cluster, compute missing statistics, and wait for capacity.
-
-    Statistics come first, so that nodes that an autoscaler adds for training do not stand idle.
-
-    Returns:
-        The run with all statistics and its policy's family fitted to the rows, and the options of Ray Data.
-    """
-    print_safe("Starting     Ray and the workers; the first step takes about a minute")
-    job, needs = run.job, join_cluster(run)
     run = with_stats(run)
     check_run_statistics(job, run.policy)
     data_options = cluster.wait_for_capacity(job.scaling, needs, job.output_dir).execution_options()

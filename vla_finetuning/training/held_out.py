@@ -74,12 +74,8 @@ class HeldOutLoss:
     """Compute the loss of a rank's share of the held-out rows. All ranks must make theirs together.
 
     Chunks of `batch_size` rows are assigned to the ranks in turn. FSDP2 needs the same number of forwards on all ranks:
-    a rank without a chunk repeats the last one and discards the result.
-
-    Args:
-        batch_size: rows of a forward.
-        limit: maximum number of rows, 0 for all.
-        timeout_s: limit of the wait for a chunk's rows, in seconds.
+    a rank without a chunk repeats the last one and discards the result. `limit` is the maximum number of rows, 0 for
+    all. `timeout_s` limits the wait for a chunk's rows.
     """
 
     def __init__(self, rows: Rows, spec: PolicySpec, worker: Worker, *, batch_size: int, limit: int, timeout_s: float):
@@ -102,15 +98,11 @@ class HeldOutLoss:
         self._pending: dict[int, Any] = {}
 
     def evaluate(self, loss: PolicyLoss, autocast: torch.dtype | None) -> dict[str, Any]:
-        """Compute the held-out loss, the same on all ranks. Every rank must call it.
+        """Compute the held-out loss, the same on all ranks, by one collective and one read from the device.
 
-        It takes one collective and one read from the device.
-
-        Returns:
-            `eval_loss`, the mean over all rows and draws, and `eval_s`. `eval_skipped` counts rows that could not be
-            read (--dataset.on_error=skip). Several robots add `eval_loss_by_robot`. A loss by row adds
-            `eval_loss_by_task` for the tasks with the most rows, and `eval_loss_by_time` over equal intervals of the
-            flow time, None for an empty interval.
+        Every rank must call it. `eval_loss` is the mean over all rows and draws. `eval_skipped` counts rows that could
+        not be read (--dataset.on_error=skip). A loss by row adds `eval_loss_by_task` for the tasks with the most rows,
+        and `eval_loss_by_time` over equal intervals of the flow time, None for an empty interval.
         """
         started = time.perf_counter()
         rows = len(self._rows.positions) * self._per_row

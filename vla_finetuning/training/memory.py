@@ -48,23 +48,14 @@ ATTENTION_WORKSPACE_TENSORS = 3
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes on the device of one training process in the worst case.
+    """Bytes on the device of one training process in the worst case, of its own shards."""
 
-    Attributes:
-        weights: this process's shards of parameters, their average with --ema.enable, and buffers.
-        gradients: its shards of gradients.
-        optimizer: its shards of Adam's moments.
-        saved: tensors that a micro-batch's forward saves for its backward, gathered parameters included.
-        peak: most bytes alive at one time, temporary tensors included.
-        beside: the prefetcher's next batch, workspaces, contexts, fragmentation.
-    """
-
-    weights: int
+    weights: int  # parameters, their average with --ema.enable, and buffers
     gradients: int
-    optimizer: int
-    saved: int
-    peak: int
-    beside: int
+    optimizer: int  # Adam's moments
+    saved: int  # what a micro-batch's forward saves for its backward, gathered parameters included
+    peak: int  # most bytes alive at one time, temporary tensors included
+    beside: int  # the prefetcher's next batch, workspaces, contexts, fragmentation
 
     @property
     def needed(self) -> int:
@@ -91,7 +82,6 @@ def step_memory(
 
     Args:
         policy: configuration, with prompts of the longest length, of a family that is built `from_config`.
-        cameras: number of cameras in a batch.
         frames: (height, width) of each camera's uint8 frames, if they differ from the policy's.
         shard_workers: for hsdp, number of workers that share a replica; all when None.
     """
@@ -200,13 +190,11 @@ def step_memory(
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
     """Disable garbage collection in the block: a scan of all imported objects takes seconds."""
-    was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        gc.enable()
 
 
 @contextlib.contextmanager

@@ -99,11 +99,8 @@ def compile_all(
 ) -> None:
     """With --train.compile, compile the layers for every prompt length, on all ranks at the same time.
 
-    Args:
-        model: `loss`, spread over the processes.
-        batch: micro-batch as the loss takes it, with prompts cut and padded.
-        draws: noise and times of the batch.
-        evaluates: whether to compile the layers without gradients too, for held-out losses.
+    `model` is `loss` spread over the processes, and `batch` a micro-batch as the loss takes it. With `evaluates`, the
+    layers are compiled without gradients too, for held-out losses.
     """
     if getattr(loss, "compiler", None) is None:
         return

@@ -47,8 +47,7 @@ def spread(
     Frozen parameters stay whole on every process.
 
     Args:
-        loss: module on `device` with trainable parameters chosen. Call the module, not its `forward`.
-        world: number of training processes; 1 returns `loss` unchanged.
+        loss: module on `device` with trainable parameters chosen.
         replicas: for hsdp, the ranks of each replica, from `replicas_on`; one replica when None.
         autocast: dtype of the forward. FSDP2 gathers units of linear layers alone in it. Gradients travel in float32.
         find_unused_parameters: whether DDP searches every step for parameters without a gradient on any process. AdamW
@@ -109,11 +108,8 @@ def replicas(worker: Worker, shard_workers: int | None) -> list[list[int]]:
 def replicas_on(nodes: Sequence[int], shard_workers: int | None) -> list[list[int]]:
     """Return the ranks of each replica of hsdp, all on one node, rank 0's replica first.
 
-    Args:
-        nodes: node of every rank.
-        shard_workers: number of ranks that share a replica; all ranks of a node when None.
-    Raises:
-        ValueError: nodes have different numbers of ranks, or a node's ranks do not form whole replicas.
+    `nodes` has the node of every rank. `shard_workers` ranks share a replica; all ranks of a node when None. Raises
+    ValueError if nodes have different numbers of ranks, or a node's ranks do not form whole replicas.
     """
     counts = Counter(nodes)
     size = shard_workers or counts[nodes[0]]

@@ -17,8 +17,7 @@ from vla_finetuning.training.chunks import describe_chunks
 def show_plan(run: Run, datasets: Datasets | None) -> Run:
     """Print the plan of a run, and return the run with the planned bytes of a worker's GPU.
 
-    Raises:
-        ValueError, OSError: a problem that would end the run later, and its remedy.
+    Raises ValueError or OSError for a problem that would end the run later, with its remedy.
     """
     print_safe_text(describe(run))
     print_safe(*look_at_rows(run, datasets))

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from util import UNWATCHED, Batch, Clock, DeviceMetrics, Draws, TimedIterator, TrainableOptimizer, train_step
+from util import (
+    UNWATCHED,
+    Batch,
+    Clock,
+    DeviceMetrics,
+    Draws,
+    TimedIterator,
+    TrainableOptimizer,
+    enable_expandable_segments,
+    enable_gpu_perf_flags,
+    train_step,
+)
+from vla_finetuning.buckets.mirror import keep_synced, pull
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
-from vla_finetuning.run.checkpoint import load_checkpoint
-from vla_finetuning.training.attempt import Attempt, begin
+from vla_finetuning.run.attempts import is_newest, start_attempt
+from vla_finetuning.run.checkpoint import Progress, check_resumable, load_checkpoint, load_progress
+from vla_finetuning.run.folder import checkpoint_to_resume
+from vla_finetuning.run.job import Job
+from vla_finetuning.run.progress import log_to
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.feed import feed
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention
@@ -71,29 +88,50 @@ class Callback:
         """Clean up after the last step of this process."""
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """Start of the worker group: the number of earlier starts, the run's progress, and its newest usable checkpoint."""
+
+    number: int
+    progress: Progress
+    checkpoint: Path | None
+
+
+def begin(job: Job, worker: Worker, deterministic: bool) -> Attempt:
+    """Log to the run's folder, configure PyTorch, and find the checkpoint to resume from. Every rank must call it."""
+    pull(job.output_dir, at_the_top=True)
+    log_to(job.output_dir)
+    enable_gpu_perf_flags(deterministic)
+    enable_expandable_segments()
+    progress, checkpoint = saved_progress(job, worker)
+    is_first = worker.rank == 0
+    number = worker.broadcast(start_attempt(job.output_dir, progress.step, worker.world) if is_first else None)
+    keep_synced(job.output_dir, partial(is_newest, job.output_dir, number), pulls="top" if is_first else None)
+    return Attempt(number, progress, checkpoint)
+
+
+def saved_progress(job: Job, worker: Worker) -> tuple[Progress, Path | None]:
+    """Return the run's progress and newest checkpoint. A collective. Raises ValueError if no checkpoint is usable."""
+    # On a network file system, other ranks may see new files late.
+    checkpoint = worker.broadcast(checkpoint_to_resume(job.output_dir) if worker.rank == 0 else None)
+    progress = job.start if checkpoint is None else load_progress(checkpoint)
+    check_resumable(progress, job.start)
+    return progress, checkpoint
+
+
 @dataclass
 class LoopState:
-    """State of a process of a training loop between two steps.
+    """State of a process of a training loop between two steps."""
 
-    Attributes:
-        run: the run, with `config` and `job`.
-        step: number of completed steps.
-        save: whether to save a checkpoint after this step.
-        stop: whether to end the loop after this step.
-        by_rank: each rank's numbers of the newest log step, by name (`Callback.host_metrics`).
-        clock: records the phases of the process.
-        make_checkpoints: makes the writer of checkpoints.
-    """
-
-    run: Any
+    run: Any  # with `config` and `job`
     worker: Worker
     attempt: Attempt
-    step: int
+    step: int  # number of completed steps
     clock: Clock = UNWATCHED
     make_checkpoints: Callable[..., CheckpointWriter] = CheckpointWriter
-    save: bool = False
-    stop: bool = False
-    by_rank: dict[str, list[float]] = field(default_factory=dict)
+    save: bool = False  # whether to save a checkpoint after this step
+    stop: bool = False  # whether to end the loop after this step
+    by_rank: dict[str, list[float]] = field(default_factory=dict)  # `Callback.host_metrics` of the newest log step
     optimizer: TrainableOptimizer = field(init=False)
     batches: Any = field(default=(), init=False)
 
@@ -121,12 +159,10 @@ class LoopState:
 
     @property
     def finished(self) -> bool:
-        """Return whether all steps of the run are done."""
         return self.step >= self.run.job.steps
 
     @property
     def log_freq(self) -> int:
-        """Steps between two log steps."""
         return self.run.config.log_freq
 
     @property
@@ -147,16 +183,10 @@ class LoopState:
 
 @dataclass
 class TrainState(LoopState):
-    """State of a process that trains on a stream of rows, between two optimizer steps.
-
-    Attributes:
-        schedule: assignment of the stream's rows to ranks.
-        make_optimizer: builds the optimizer.
-        find_unused_parameters: whether DDP searches for parameters without a gradient; when None, as the loss needs.
-    """
+    """State of a process that trains on a stream of rows, between two optimizer steps."""
 
     make_optimizer: Callable[[PolicySpec, PolicyLoss, int], TrainableOptimizer] = build_optimizer
-    find_unused_parameters: bool | None = None
+    find_unused_parameters: bool | None = None  # as in `spread`
     schedule: RankSchedule = field(init=False)
     metrics: DeviceMetrics = field(init=False)
     batches: TimedIterator = field(init=False)

@@ -36,20 +36,12 @@ Columns = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Make the dataset of rows after the newest usable checkpoint. Ray Train calls it again after a failure.
+    """Make the dataset of rows after the newest usable checkpoint. Ray Train calls it again after a failure."""
 
-    Attributes:
-        read: makes the datasource of stream positions `stream`.
-        last_row: end of the run's stream.
-        prepare: CPU half of the policy's preprocessor.
-        row_bytes: size of a prepared row.
-        checkpoints_dir: folder of the run's checkpoints.
-    """
-
-    read: Callable[..., LeRobotDatasource]
-    last_row: int
-    prepare: LazyPickle
-    row_bytes: int
+    read: Callable[..., LeRobotDatasource]  # makes the datasource of stream positions `stream`
+    last_row: int  # end of the run's stream
+    prepare: LazyPickle  # CPU half of the policy's preprocessor
+    row_bytes: int  # of a prepared row
     checkpoints_dir: Path
 
     def __call__(self) -> ray.data.Dataset:
@@ -101,17 +93,12 @@ class WithAdvantage:
     """Append words on the frame's advantage to each instruction, and prepare the rows.
 
     Training rows lack the words at random, by seed and stream position; held-out rows always have them.
-
-    Args:
-        positive: label of each frame.
-        words: end of an instruction, by the label.
-        dropout: share of training rows without a label.
     """
 
     prepare: Callable[[Columns], Columns]
-    positive: PerFrame
-    words: Mapping[bool, str]
-    dropout: float
+    positive: PerFrame  # label of each frame
+    words: Mapping[bool, str]  # end of an instruction, by the label
+    dropout: float  # share of training rows without a label
     seed: int
 
     def __call__(self, batch: Columns) -> Columns:
@@ -135,20 +122,14 @@ class RankSchedule:
 
     An optimizer step takes the next `batches_per_step x batch_size` rows of the stream for any number of ranks. Its
     micro-batches need not be a multiple of the ranks if a block is a micro-batch.
-
-    Attributes:
-        batch_size: rows of a micro-batch.
-        block_rows: rows of a block; divides `batch_size`.
-        batches_per_step: micro-batches of an optimizer step over all ranks; at least `world`.
-        first_step: number of steps before the ranks started; rows and micro-batches are counted from there.
     """
 
-    batch_size: int
-    block_rows: int
+    batch_size: int  # rows of a micro-batch
+    block_rows: int  # divides `batch_size`
     rank: int
     world: int
-    batches_per_step: int
-    first_step: int = 0
+    batches_per_step: int  # micro-batches over all ranks; at least `world`
+    first_step: int = 0  # steps before the ranks started; rows and micro-batches are counted from there
 
     def __post_init__(self) -> None:
         even = self.batches_per_step % self.world == 0
@@ -194,13 +175,9 @@ def stream_batches(
     steps: int,
     collate: Callable[[Columns], Batch],
 ) -> Iterator[Batch]:
-    """Yield this rank's micro-batches in CPU memory up to step `steps`, and check their rows against the schedule.
+    """Yield this rank's micro-batches in CPU memory, from stream position `first_row` up to step `steps` of the run.
 
-    Args:
-        first_row: stream position at which the ranks start.
-        steps: steps of the whole run.
-    Raises:
-        RuntimeError: rows are lost, repeated or out of order, or `collate` raised StopIteration.
+    Raises RuntimeError: rows are lost, repeated or out of order, or `collate` raised StopIteration.
     """
     rank, count = schedule.rank, schedule.micros(steps - 1).stop
     micro = 0
@@ -235,11 +212,7 @@ def stream_batches(
 def with_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[int], str]) -> Iterator[Batch]:
     """Yield batches that a thread waits for, because a wait inside Ray has no timeout. Fetching begins at once.
 
-    Args:
-        limit_s: limit of the wait for a batch, in seconds.
-        waited_for: describes the n-th batch, from 0.
-    Raises:
-        TimeoutError: the next batch did not arrive in time.
+    Raises TimeoutError if a batch does not arrive in time; `waited_for` describes the n-th batch, from 0.
     """
 
     def fetch() -> Future[Batch | None]:

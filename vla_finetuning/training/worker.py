@@ -13,27 +13,17 @@ from vla_finetuning.run.progress import spilled_bytes
 
 
 class Worker:
-    """A process that trains alone.
-
-    Args:
-        device: device of the process.
-        shard: its rows, a `ray.data.DataIterator`, or None.
-    """
+    """A process that trains alone, on the rows of `shard` (a `ray.data.DataIterator`)."""
 
     rank, world, node_rank, local_world = 0, 1, 0, 1
+    storage = Path()  # Ray Train's storage folder of the run
 
     def __init__(self, device: torch.device, shard: Any = None):
         self.device, self._shard = device, shard
 
     @property
     def shard(self) -> Any:
-        """This rank's rows."""
         return self._shard
-
-    @property
-    def storage(self) -> Path:
-        """Return Ray Train's storage folder of the run."""
-        return Path()
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value. Every rank must call it."""
@@ -59,14 +49,11 @@ class RayWorker(Worker):
         context = ray.train.get_context()
         self.rank, self.world = context.get_world_rank(), context.get_world_size()
         self.node_rank, self.local_world = context.get_node_rank(), context.get_local_world_size()
+        self.storage = Path(context.get_storage().experiment_fs_path)
 
     @property
     def shard(self) -> Any:
         return ray.train.get_dataset_shard("train")
-
-    @property
-    def storage(self) -> Path:
-        return Path(ray.train.get_context().get_storage().experiment_fs_path)
 
     def broadcast(self, value: Any) -> Any:
         return ray.train.collective.broadcast_from_rank_zero(value)
