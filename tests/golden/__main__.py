@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,12 +25,8 @@ WITH_RAY = ("vla_ray",)
 ENVIRONMENT = {
     **{"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false"},
     **{"HF_HUB_OFFLINE": "1", "AWS_EC2_METADATA_DISABLED": "true", "RAY_USAGE_STATS_ENABLED": "0"},
-    **{
-        "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_num_workers_soft_limit": "3",
-        "CUDA_VISIBLE_DEVICES": "",
-    },
+    **{"RAY_DATA_DISABLE_PROGRESS_BARS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
+    **{"RAY_num_workers_soft_limit": "3", "CUDA_VISIBLE_DEVICES": ""},
 }
 
 
@@ -101,7 +96,8 @@ def run(tree: Path, names: Sequence[str]) -> dict[str, Any]:
     """Run a tree's own definitions, in a process of their own. Returns the records by name."""
     if not names:
         return {}
-    with tempfile.TemporaryDirectory(prefix="golden-") as folder, ray_folder() as ray:
+    short = tempfile.TemporaryDirectory(prefix="r-", dir="/tmp", ignore_cleanup_errors=True)  # for Ray's sockets
+    with tempfile.TemporaryDirectory(prefix="golden-") as folder, short as ray:
         file = Path(folder) / "record.json"
         own = {"HF_HOME": f"{folder}/hf", "VLA_NUMBERS_DIR": f"{folder}/numbers", "RAY_TMPDIR": ray}
         foreign = ("HF_", "RAY_", "VLA_", "MAX_TRAIN_STEPS", "PYTHONPATH")
@@ -119,14 +115,6 @@ def run(tree: Path, names: Sequence[str]) -> dict[str, Any]:
             print("\n".join(lines[-100:]), file=sys.stderr)
         print("\n".join(line for line in lines if line.startswith("golden: ")), file=sys.stderr, flush=True)
         return found
-
-
-@contextlib.contextmanager
-def ray_folder() -> Iterator[str]:
-    """A short path, as Ray's sockets lie within."""
-    folder = tempfile.mkdtemp(prefix="r-", dir="/tmp")
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -371,8 +371,8 @@ def test_a_node_without_rank_0_keeps_its_files_until_a_newer_state_is_safe(run, 
 
 def test_the_last_checkpoint_has_all_the_time_there_is(run, faults, caplog):
     """VLA_STORE_TIMEOUT_S, not a tenth of it."""
-    training = Training(run, start_attempt(run, 0, 1), steps=4, timeout_s=20)
-    back_at = time.monotonic() + 2.5
+    training = Training(run, start_attempt(run, 0, 1), steps=4, timeout_s=10)
+    back_at = time.monotonic() + 1.3
     faults.choose = lambda request: "503" if time.monotonic() < back_at else None
     assert training.save(4) is None and loaded(latest_checkpoint(run / "checkpoints")).step == 4
     assert time.monotonic() > back_at
@@ -399,16 +399,6 @@ def test_files_that_are_not_what_was_written(run, caplog):
     assert latest_checkpoint(run / "checkpoints") is None
     assert {file, state} <= bucket.names(), "what is damaged is left for a person to look at"
     with pytest.raises(ValueError, match="no checkpoint that can be used, but that of step 8 was written"):
-        checkpoint_to_resume(run)
-
-
-def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(run):
-    training = Training(run, start_attempt(run, 0, 1))
-    assert checkpoint_to_resume(run) is None
-    assert training.save(4) is None
-    assert checkpoint_to_resume(run).name == "step_00000004"
-    Bucket(address(run / "checkpoints")).delete()
-    with pytest.raises(ValueError, match="no checkpoint that can be used, but that of step 4 was written"):
         checkpoint_to_resume(run)
 
 

@@ -17,7 +17,6 @@ import time
 from collections import Counter
 
 import boto3
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -155,18 +154,6 @@ def test_several_coordinators(setting, undisturbed, monkeypatch):
     assert_same_weights(folder, undisturbed)
 
 
-def test_resumed_with_another_number_of_coordinators(setting, ray_cluster, monkeypatch):
-    """Of two ranks with one each, then of three with one for the first and one for the others."""
-    folder = setting[0] / "regrouped"
-    monkeypatch.setattr(coordinators, "RANKS_PER_COORDINATOR", 1)
-    assert run_with(flags(setting, "regrouped", **{"scaling.cpus_per_read_task": 0.5}), Fault("kill", step=10)) == 1
-    monkeypatch.setattr(coordinators, "RANKS_PER_COORDINATOR", 2)
-    assert vla.main([f"--output_dir={folder}", "--resume", "--scaling.num_workers=3", "--batch_size=2"]) == 0
-    assert [line["world_size"] for line in attempts(folder)] == [2, 3]
-    assert resumed_from(folder) == [0, 8]
-    assert_every_row_once(folder)
-
-
 def dealing():
     """Coordinators that live, of the tests' own cluster."""
     titles = []
@@ -268,24 +255,6 @@ def test_a_damaged_mp4_is_skipped(setting, undisturbed, capsys):
     first = int(meta.episode_start[2])
     assert set(range(first, first + int(meta.episode_length[2]))) <= skipped
     assert not skipped & {index for line in recorded for _, index in line["rows"]}
-
-
-def test_a_missing_data_file_is_skipped(setting, undisturbed, capsys):
-    root = shutil.copytree(setting[1], setting[0] / "missing")
-    meta = load_metadata(root)
-    (root / meta.data_files[meta.episode_data_file[1]]).unlink()
-    lost = np.flatnonzero(meta.episode_data_file == meta.episode_data_file[1])
-    assert 0 < len(lost) < meta.num_episodes
-    changes = {"dataset.root": root, "dataset.on_error": "skip", "dataset.max_skipped": 0.7}
-    assert vla.main(flags(setting, "without", **changes)) == 0
-    assert f"the rows of {len(lost)} episode" in capsys.readouterr().out
-    folder = setting[0] / "without"
-    assert_every_row_once(folder)
-    recorded = list(recorded_rows(folder))
-    trained = {index for line in recorded for _, index in line["rows"]}
-    skipped = {index for line in recorded for _, index in line["skipped"]}
-    there = ~np.isin(np.repeat(meta.episode_index, meta.episode_length), lost)
-    assert trained and trained <= set(np.flatnonzero(there)) and skipped <= set(np.flatnonzero(~there))
 
 
 def wait_for_step(folder, step, process):

@@ -17,10 +17,20 @@ from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 from vla_finetuning.training.model import make_prepare
 
+TEXTS = ("go to the red bin", "go to the blue bin")
+
 
 @pytest.fixture(scope="module")
-def setting(tmp_path_factory):
-    return make_setting(tmp_path_factory.mktemp("advantage"))
+def told(tmp_path_factory):
+    """A folder, a dataset, and a policy that knows the words."""
+    return setting_of(tmp_path_factory.mktemp("advantage"))
+
+
+def setting_of(folder, **options):
+    root = make_dataset(folder / "dataset", episodes=(6, 5, 4), cameras={"observation.images.top": (32, 32)}, **options)
+    meta = load_metadata(root)
+    known = [f"{text}{words}" for text in TEXTS for words in ("", *ADVANTAGE.values())]
+    return folder, root, make_base(folder / "base", meta, tasks=known)
 
 
 def labelled(setting, **changes):
@@ -32,17 +42,13 @@ def labelled(setting, **changes):
     return resolved(setting, **{"recap.labels": path, **changes})
 
 
-def test_a_policy_that_does_not_know_the_words_is_refused(setting):
+def test_a_policy_that_does_not_know_the_words_is_refused(tmp_path):
     with pytest.raises(ValueError, match="makes the same of .*Advantage: positive"):
-        labelled(setting)
+        labelled(make_setting(tmp_path))
 
 
-def test_labels_reach_the_policys_tokens_and_the_runs_identity(tmp_path):
-    root = make_dataset(tmp_path / "dataset", episodes=(6, 5, 4), cameras={"observation.images.top": (32, 32)})
-    meta = load_metadata(root)
-    tasks = [f"{task}{words}" for task in meta.tasks.values() for words in ("", *ADVANTAGE.values())]
-    setting = tmp_path, root, make_base(tmp_path / "base", meta, tasks=tasks)
-    plain, run = resolved(setting), labelled(setting)
+def test_labels_reach_the_policys_tokens_and_the_runs_identity(told):
+    plain, run = resolved(told), labelled(told)
     assert "Advantages   in prompts" in describe(run) and "53% of the training frames positive" in describe(run)
     assert run.rows.identity != plain.rows.identity
     prepare = make_prepare(run.policy, run.rows)
@@ -55,15 +61,10 @@ def test_labels_reach_the_policys_tokens_and_the_runs_identity(tmp_path):
 
 def test_an_advantage_that_was_recorded_is_not_said_twice(tmp_path):
     """Episodes of a robot that was told one, beside others: prompts and the robot's file are as of plain texts."""
-    texts = ("go to the red bin", "go to the blue bin")
-    recorded = (f"{texts[0]}, Advantage: positive", f"{texts[1]}{ADVANTAGE[True]}{ADVANTAGE[False]}", texts[0])
+    recorded = (f"{TEXTS[0]}, Advantage: positive", f"{TEXTS[1]}{ADVANTAGE[True]}{ADVANTAGE[False]}", TEXTS[0])
     runs = []
-    for name, tasks in (("plain", (*texts, texts[0])), ("recorded", recorded)):
-        cameras = {"observation.images.top": (32, 32)}
-        root = make_dataset(tmp_path / name, episodes=(6, 5, 4), cameras=cameras, tasks=tasks)
-        known = [f"{text}{words}" for text in texts for words in ("", *ADVANTAGE.values())]
-        (tmp_path / f"to_{name}").mkdir()
-        setting = tmp_path / f"to_{name}", root, make_base(tmp_path / f"base-{name}", load_metadata(root), tasks=known)
+    for name, tasks in (("plain", (*TEXTS, TEXTS[0])), ("recorded", recorded)):
+        setting = setting_of(tmp_path / name, tasks=tasks)
         runs.append((labelled(setting), resolved(setting)))
     (plain, _), (run, unlabelled) = runs
     rows = [made.rows.in_stored_order().read_rows(list(range(15)), 15) for made in (plain, run)]
@@ -74,30 +75,28 @@ def test_an_advantage_that_was_recorded_is_not_said_twice(tmp_path):
     np.testing.assert_array_equal(*tokens)
     assert "not read: the advantage that 2 of 3 tasks end with, as 'go to the red bin, Advantage" in describe(run)
     (facts,) = robot_facts(run).values()
-    assert facts["instructions"] == sorted(texts) and facts["instructions_end_with"] == ADVANTAGE[True]
+    assert facts["instructions"] == sorted(TEXTS) and facts["instructions_end_with"] == ADVANTAGE[True]
     (meta,) = unlabelled.rows.metas  # without labels of its own, a run trains on the texts as they are
     assert set(meta.tasks.values()) == set(recorded) and "not read" not in describe(unlabelled)
-    shown, _ = show_labels(tmp_path / "to_recorded" / "labels.parquet", load_metadata(tmp_path / "recorded"))
-    assert [line.split("  ")[-1] for line in shown[2:]] == list(texts)
+    shown, _ = show_labels(setting[0] / "labels.parquet", meta)
+    assert [line.split("  ")[-1] for line in shown[2:]] == list(TEXTS)
 
 
-@pytest.mark.parametrize("frame", [0, 1])
-def test_lerobot_alone_says_to_the_policy_what_it_was_trained_with(tmp_path, frame):
+def test_lerobot_alone_says_to_the_policy_what_it_was_trained_with(told, tmp_path):
     """The exported policy in LeRobot's hands, its label in the task's text: the same tokens as in training."""
-    root = make_dataset(tmp_path / "dataset", episodes=(6, 5, 4), cameras={"observation.images.top": (32, 32)})
-    meta = load_metadata(root)
-    tasks = [f"{task}{words}" for task in meta.tasks.values() for words in ("", *ADVANTAGE.values())]
-    run = labelled((tmp_path, root, make_base(tmp_path / "base", meta, tasks=tasks)))
+    run = labelled(told)
     own, folder = run.policy, tmp_path / "exported"
     save_pretrained(own.start(), *own.processors(), folder)
     policy = TinyPI05Policy.from_pretrained(folder)
     preprocess, postprocess = make_pre_post_processors(policy.config, pretrained_path=str(folder))
 
-    (rows,) = run.rows.in_stored_order().read_rows([frame], 1)
-    trained = make_prepare(own, run.rows)(rows)
-    item = LeRobotDataset("x/tried", root, video_backend="pyav")[frame]
-    seen = {key: item[key] for key in ("observation.images.top", "observation.state")}
-    found = preprocess({**seen, "task": f"{item['task']}, Advantage: {('positive', 'negative')[frame]}"})
-    tokens = found["observation.language.tokens"][:, : trained["observation.language.tokens"].shape[1]]
-    np.testing.assert_array_equal(tokens.numpy(), trained["observation.language.tokens"])
-    assert postprocess(policy.predict_action_chunk(found)).shape == (1, policy.config.chunk_size, 3)
+    dataset = LeRobotDataset("x/tried", told[1], video_backend="pyav")
+    for frame, label in enumerate(("positive", "negative")):
+        (rows,) = run.rows.in_stored_order().read_rows([frame], 1)
+        trained = make_prepare(own, run.rows)(rows)["observation.language.tokens"]
+        item = dataset[frame]
+        seen = {key: item[key] for key in ("observation.images.top", "observation.state")}
+        found = preprocess({**seen, "task": f"{item['task']}, Advantage: {label}"})
+        tokens = found["observation.language.tokens"][:, : trained.shape[1]]
+        np.testing.assert_array_equal(tokens.numpy(), trained)
+        assert postprocess(policy.predict_action_chunk(found)).shape == (1, policy.config.chunk_size, 3)

@@ -319,11 +319,10 @@ def test_what_lerobot_trains_in_float32_on_gpus_is_trained_so(dataset, tmp_path,
 
 def test_all_that_a_step_changes_is_saved_resumed_and_exported(dataset):
     """VQ-BeT's codebook is a buffer, and LeRobot counts the steps that train it in an int."""
-    frozen = {"policy.n_vqvae_training_steps": 5}
+    options = {"policy.n_vqvae_training_steps": 5, "steps": 7}
 
     def run_to(folder, **changes):
-        run = resolved(dataset, "vqbet with GroupNorm", output_dir=dataset.parent / folder, **frozen, **changes)
-        return replace(run, job=replace(run.job, steps=STEPS))
+        return resolved(dataset, "vqbet with GroupNorm", output_dir=dataset.parent / folder, **options, **changes)
 
     run = run_to("whole", save_freq=3, keep_checkpoints=9)
     torch.manual_seed(run.config.seed)
@@ -410,34 +409,35 @@ def test_prompts_of_several_blocks_become_what_the_longest_needs(dataset):
 
 # ---- two workers ----------------------------------------------------------------------------------------------------
 
-FEW = 2
-# What two workers equal one by: types that draw by row or not at all, and whose loss can be a mean over rows or steps.
-AS_ONE = {"pi0": {}, "pi05": {}, "smolvla": {"train.exact_mean": "true"}, "pi0_fast": {"train.exact_mean": "true"}}
+# What two workers equal one by: types whose loss is a mean over a step (PI0.5's over rows: test_vla.py).
+AS_ONE = ("smolvla", "pi0_fast")
 # Types whose layers FSDP2 gathers one at a time, all of them training.
 IN_PARTS = ("pi0", "smolvla")
+# Of all types, `make test` tries those that differ in what two processes do with them.
+IN_TEST = ("act", "diffusion", "pi05", *AS_ONE, "vqbet with GroupNorm")
 
 
-def both(rank, world, root, folder):
+def both(rank, world, root, folder, kinds):
     """How far each of two processes is from the same process of LeRobot's, from one worker, and in parts, by type."""
     found = {}
 
-    def run_of(name, kind, steps=FEW, **changes):
-        return resolved(root, kind, folder / f"{rank}{name}", steps=steps, **{"scaling.num_workers": world, **changes})
+    def run_of(name, kind, **changes):
+        options = {"steps": 2, "scaling.num_workers": world, **changes}
+        return resolved(root, kind, folder / f"{rank}{name}", **options)
 
-    for kind, tiny in KINDS.items():
-        with tiny.here(), noting(kind):
+    for kind in kinds:
+        with KINDS[kind].here(), noting(kind):
             run = run_of("", kind)
             together = trained(run, rank, world)
             expected = lerobots(run, root, rank, world)[0].state_dict()
             found[kind] = relative({name: together[name] for name in together if name in expected}, expected)
             if kind in AS_ONE:
-                if AS_ONE[kind]:
-                    together = trained(run_of("-exact", kind, **AS_ONE[kind]), rank, world)
-                options = {"batch_size": ROWS * world, "scaling.num_workers": 1, **AS_ONE[kind]}
-                found[f"{kind}, one worker"] = relative(together, trained(run_of("-alone", kind, **options)))
+                exact = trained(run_of("-exact", kind, **{"train.exact_mean": "true"}), rank, world)
+                options = {"batch_size": ROWS * world, "scaling.num_workers": 1, "train.exact_mean": "true"}
+                found[f"{kind}, one worker"] = relative(exact, trained(run_of("-alone", kind, **options)))
             if kind in IN_PARTS:
-                runs = (run_of(f"-{way}", kind, 2, **{"scaling.strategy": way}) for way in ("fsdp2_reshard", "ddp"))
-                found[f"{kind}, in parts"] = relative(*(trained(run, rank, world) for run in runs))
+                parts = trained(run_of("-parts", kind, **{"scaling.strategy": "fsdp2_reshard"}), rank, world)
+                found[f"{kind}, in parts"] = relative(parts, together)
     return found
 
 
@@ -452,30 +452,42 @@ def noting(kind):
 
 @pytest.fixture(scope="module")
 def two_workers(dataset):
-    return in_ranks(both, dataset, dataset.parent, world=2)
+    """Return what two processes find of the types that are tried together with one."""
+
+    @cache
+    def ranks(in_test):
+        kinds = [kind for kind in KINDS if (kind in IN_TEST) == in_test]
+        return in_ranks(both, dataset, dataset.parent, kinds, world=2)
+
+    return lambda kind: ranks(kind in IN_TEST)
 
 
-@pytest.mark.parametrize("kind", AS_ONE)
+def of_types(kinds):
+    marked = [pytest.param(kind, marks=() if kind in IN_TEST else pytest.mark.gate) for kind in kinds]
+    return pytest.mark.parametrize("kind", marked)
+
+
+@of_types(AS_ONE)
 def test_two_workers_equal_one(two_workers, kind, record_property):
-    for found in two_workers:
+    for found in two_workers(kind):
         apart = found[f"{kind}, one worker"]
         record_property("relative difference", max(apart.values()))
         assert max(apart.values()) < 1e-6 and len(apart) > 10
 
 
-@pytest.mark.parametrize("kind", IN_PARTS)
+@of_types(IN_PARTS)
 def test_workers_that_hold_parts_train_as_those_that_hold_all(two_workers, kind):
-    for found in two_workers:
+    for found in two_workers(kind):
         apart = found[f"{kind}, in parts"]
         assert max(apart.values()) < 1e-6 and len(apart) > 10
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_types(KINDS)
 def test_two_workers_are_two_of_lerobots_processes(two_workers, own_difference, kind, record_property):
     """Statistics of batch norms are each process's own, as LeRobot's are; rank 0's are saved."""
-    for found in two_workers:
-        assert isinstance(found[kind], dict), found[kind]
+    for found in two_workers(kind):
         record_property("relative difference", max(found[kind].values()))
-        limit = 1e-6 + 2 * own_difference(kind)
+        # After two steps Diffusion's own difference is below that after ten, which takes a while to measure.
+        limit = 1e-6 + 2 * (5e-5 if kind == "diffusion" else own_difference(kind))
         apart = {name: value for name, value in found[kind].items() if value > limit}
         assert not apart and len(found[kind]) > 10

@@ -101,12 +101,21 @@ def tiny(tmp_path_factory):
     return with_config(run, replace(run.config, scaling=replace(run.config.scaling, use_gpu=True, num_workers=2)))
 
 
-def plan_of(run):
-    return planned_memory(run.policy, run.rows.frames)
+@pytest.fixture(scope="module")
+def planned(tiny):
+    """The plan of options, made once for those that are equal."""
+    plan, made = planned_memory(tiny.policy, tiny.rows.frames), {}
+
+    def of(config):
+        key = repr(config)
+        if key not in made:
+            made[key] = plan(config)
+        return made[key]
+
+    return of
 
 
-def test_a_run_that_does_not_fit_is_refused_with_what_does(tiny):
-    planned = plan_of(tiny)
+def test_a_run_that_does_not_fit_is_refused_with_what_does(tiny, planned):
     needed = planned(tiny.config)
     check_capacity(tiny.config, needed, planned, needed.needed / GIB)
     with pytest.raises(ValueError, match="GiB per worker .planned., and the GPU found here .* fit with") as error:
@@ -140,8 +149,8 @@ def test_whose_memory_counts(tiny):
     assert card_of(of(None, "h100", use_gpu=False), 22.5) is None
 
 
-def test_micro_batches_that_wait_for_an_exact_mean_are_planned(tiny):
-    config, planned, rows = replace(tiny.config, batch_size=2, grad_accum=4), plan_of(tiny), 2
+def test_micro_batches_that_wait_for_an_exact_mean_are_planned(tiny, planned):
+    config, rows = replace(tiny.config, batch_size=2, grad_accum=4), 2
     exact = planned(replace(config, train=replace(config.train, exact_mean=True)))
     policy = tiny.policy.config
     numbers = policy.chunk_size * policy.output_features[ACTION].shape[0]
@@ -150,8 +159,8 @@ def test_micro_batches_that_wait_for_an_exact_mean_are_planned(tiny):
     assert exact.needed - planned(config).needed == 3 * rows * of_row and exact.peak == planned(config).peak
 
 
-def test_the_plan_says_what_fits_and_where_host_memory_is_too_little_for_a_checkpoint(tiny, monkeypatch):
-    needed = replace(plan_of(tiny)(tiny.config), peak=50 * GIB, beside=4 * GIB)
+def test_the_plan_says_what_fits_and_where_host_memory_is_too_little_for_a_checkpoint(tiny, planned, monkeypatch):
+    needed = replace(planned(tiny.config), peak=50 * GIB, beside=4 * GIB)
     size = 12 * tiny.policy.parameters.trainable
     monkeypatch.setattr(capacity, "get_system_memory", lambda: size)
     plan = describe_memory(tiny.config, needed, tiny.policy.checkpoint_bytes)

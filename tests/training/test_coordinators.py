@@ -93,6 +93,7 @@ def source(tmp_path_factory, ray_cluster):
 
 
 @pytest.mark.ray
+@pytest.mark.gate
 def test_ranks_of_several_groups_get_what_one_coordinator_deals(source, monkeypatch):
     """The same rows in the same turns; within what the cluster has; and asked to end through rank 0's, all end."""
     monkeypatch.setattr(coordinators, "RANKS_PER_COORDINATOR", 2)
@@ -189,6 +190,7 @@ def test_a_node_that_cannot_read_for_its_workers_is_named_and_rows_are_read_anyw
 
 
 @pytest.mark.ray
+@pytest.mark.gate
 def test_each_node_reads_a_shard_for_its_own_workers(no_ray_cluster, monkeypatch, tmp_path):
     """Two epochs, two ranks on each of two nodes: what a node reads in one it reads in the other."""
     block, world, last = 8, 4, 640

@@ -184,7 +184,7 @@ def test_a_policy_that_was_trained_with_given_actions_says_so(folder, tmp_path, 
 
 
 def test_freeze_flags_are_the_runs(folder):
-    for mode, part in {"full": False, "expert": True, "heads": True}.items():
+    for mode, part in {"full": False, "expert": True}.items():
         run = trained(folder, f"--dataset.root={folder / 'humanoid'}", "--output_dir=x", mode=mode)
         config = exported_config(run.policy)
         assert (config.train_expert_only, config.freeze_vision_encoder) == (part, part), mode

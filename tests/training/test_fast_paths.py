@@ -80,7 +80,7 @@ def test_what_could_not_be_read_does_not_matter(dataset, tmp_path, kind):
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
-@BOTH
+@pytest.mark.parametrize("kind", [pytest.param("pi0", marks=pytest.mark.gate), "smolvla"])
 def test_a_step_reads_nothing_from_the_device(dataset, tmp_path, kind, monkeypatch):
     monkeypatch.setattr(audit_syncs, "WINDOW_STEPS", 1)
     with KINDS[kind].here():

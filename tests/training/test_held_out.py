@@ -1,10 +1,12 @@
 """The held-out loss while training, against LeRobot's own forward over the same rows, noise and times. No Ray."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests import in_process
 from tests.tiny import lerobots_training
@@ -13,6 +15,8 @@ from vla_finetuning.plan.resolve import resolve, with_config
 from vla_finetuning.policies.flow import sample_noise_and_time
 from vla_finetuning.run.folder import STOP_NAME
 from vla_finetuning.training import callbacks
+from vla_finetuning.training.checkpoint_writer import CheckpointWriter
+from vla_finetuning.training.export import describe_exported, export_run
 from vla_finetuning.training.held_out import DRAWN_TOGETHER, HeldOutLoss
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.worker import Worker
@@ -36,6 +40,11 @@ def measured(run):
     loss, autocast = build_model(run.policy, CPU)
     with in_process.tasks_here():
         return held_out_loss(run).evaluate(loss, autocast)
+
+
+@pytest.fixture(scope="module")
+def plain(setting):
+    return measured(resolved(setting))
 
 
 def held_out_loss(run):
@@ -74,19 +83,14 @@ def test_it_is_the_mean_of_lerobots_own_forward(setting, limit, index):
         assert at_time == (pytest.approx(expected.mean().item(), rel=1e-5) if len(expected) else None)
 
 
-def test_a_rows_draws_do_not_depend_on_the_batch(setting):
-    small = resolved(setting, batch_size=2, grad_accum=2)
-    assert measured(small)["eval_loss"] == pytest.approx(measured(resolved(setting))["eval_loss"], rel=1e-5)
+def test_a_rows_draws_do_not_depend_on_the_batch(setting, plain):
+    small = measured(resolved(setting, batch_size=2, grad_accum=2))
+    assert small["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5)
 
 
-def test_no_action_of_a_held_out_chunk_is_given(setting):
-    plain, given = (measured(resolved(setting, **{"policy.rtc_training_max_delay": most})) for most in (0, 3))
-    assert {**plain, "eval_s": 0} == {**given, "eval_s": 0}
-
-
-def test_held_out_frames_are_not_augmented(setting):
-    augmented = measured(resolved(setting, **{"train.augmentation": "openpi"}))
-    assert augmented["eval_loss"] == measured(resolved(setting))["eval_loss"]
+@pytest.mark.parametrize("options", [{"policy.rtc_training_max_delay": 3}, {"train.augmentation": "openpi"}])
+def test_no_action_of_a_held_out_chunk_is_given_and_no_frame_augmented(setting, plain, options):
+    assert {**measured(resolved(setting, **options)), "eval_s": 0} == {**plain, "eval_s": 0}
 
 
 def test_every_task_has_its_share_and_at_least_one_row(setting):
@@ -180,6 +184,26 @@ def test_the_averaged_weights_are_measured(setting):
     with in_process.tasks_here():
         by_hand = held_out_loss(run).evaluate(loss, autocast)
     assert lines[-1]["eval_loss"] == pytest.approx(by_hand["eval_loss"], rel=1e-6)
+
+
+def test_the_best_by_the_held_out_loss_is_exported_in_averaged_weights(setting):
+    options = {"steps": 4, "log_freq": 1, "eval_steps": 1, "save_freq": 1, "keep_checkpoints": 1, "export": "best"}
+    options |= {"ema.enable": "true", "ema.decay": 0.5, "lr": 0.3, "warmup_frac": 0}
+    run = resolved(setting, output_dir=setting[0] / "best", **options)
+    with in_process.tasks_here():
+        in_process.train(run, worker=in_process.alone(run), make_checkpoints=CheckpointWriter)
+    lines = [json.loads(line) for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
+    least, best = min((line["eval_loss"], line["step"]) for line in lines)
+    assert best != 4  # at this learning rate it gets worse
+    kept = sorted(run.job.checkpoints_dir.glob("step_*"))
+    assert [path.name for path in kept] == [f"step_{best:08d}", "step_00000004"]
+    assert describe_exported(run.config, run.job) == (
+        f": step {best} of 4, held-out loss {least:.4g}, averaged weights (--ema.enable)"
+    )
+    export_run(run)
+    exported = load_file(run.job.output_dir / "pretrained_model" / "model.safetensors")
+    averages = load_file(kept[0] / "average.safetensors")
+    assert averages and all(torch.equal(exported[name.removeprefix("average.")], averages[name]) for name in averages)
 
 
 def test_a_run_that_is_asked_to_stop_does_not_measure_first(setting):
