@@ -506,8 +506,9 @@ def test_held_out_batches_have_the_shapes_of_training(folder, compiled):
     """Whole batches are of one robot there; compiled code would be compiled anew for those without a camera."""
     run = mixed(folder, "--dataset.eval_split=0.3", "--eval_steps=2")
     spec = replace(run.policy, train=replace(run.policy.train, compile=compiled))
+    run = replace(run, policy=spec, job=replace(run.job, batch_size=4))
     with in_process.tasks_here():
-        held_out = HeldOutLoss(run.rows, spec, Worker(torch.device("cpu")), batch_size=4, limit=0, timeout_s=60)
+        held_out = HeldOutLoss(run, Worker(torch.device("cpu")))
         cameras = [sorted(key for key in batch if key in (BASE, WRIST)) for batch in held_out._host_batches()]
     assert len(cameras) > 2
     assert all(keys == [BASE, WRIST] for keys in cameras) == compiled

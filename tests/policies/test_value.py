@@ -88,7 +88,7 @@ def test_autocast_rounds_what_is_seen_and_not_the_value():
 
 
 def test_what_compiles_the_policys_layers_is_known():
-    """`compile_all` asks for it before the first step."""
+    """The loop asks for it before the first step."""
     compiler = Compiler("eager")
     assert ValueLoss(PI05Loss(make_policy(), compile=compiler), BINS, 0).compiler is compiler
     assert make_loss().compiler is None

@@ -39,17 +39,12 @@ def resolved(setting, **changes):
 def measured(run):
     loss, autocast = build_model(run.policy, CPU)
     with in_process.tasks_here():
-        return held_out_loss(run).evaluate(loss, autocast)
+        return HeldOutLoss(run, Worker(CPU)).evaluate(loss, autocast)
 
 
 @pytest.fixture(scope="module")
 def plain(setting):
     return measured(resolved(setting))
-
-
-def held_out_loss(run):
-    options = {"limit": run.config.max_eval_samples, "timeout_s": 60}
-    return HeldOutLoss(run.rows, run.policy, Worker(CPU), batch_size=run.job.batch_size, **options)
 
 
 def lerobots_losses(setting, run, index):
@@ -106,7 +101,7 @@ def test_other_policies_draw_their_own_and_leave_the_generator_alone(setting):
     state = torch.get_rng_state()
     loss, autocast = build_model(run.policy, CPU)
     with in_process.tasks_here():
-        held_out = held_out_loss(run)
+        held_out = HeldOutLoss(run, Worker(CPU))
         torch.set_rng_state(state)
         first, again = (held_out.evaluate(loss, autocast) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
@@ -182,7 +177,7 @@ def test_the_averaged_weights_are_measured(setting):
     averaged = dict(zip(optimizer.names, optimizer.average, strict=True))
     loss.policy.load_state_dict(averaged, strict=False)
     with in_process.tasks_here():
-        by_hand = held_out_loss(run).evaluate(loss, autocast)
+        by_hand = HeldOutLoss(run, Worker(CPU)).evaluate(loss, autocast)
     assert lines[-1]["eval_loss"] == pytest.approx(by_hand["eval_loss"], rel=1e-6)
 
 

@@ -259,7 +259,7 @@ def test_all_lengths_of_prompts_are_compiled_before_the_first_step(setting, monk
     run = resolved(
         setting, **{"train.compile": "true", "train.mode": "full", "policy.rtc_training_max_delay": max_delay}
     )
-    run = replace(run, policy=replace(run.policy, prompts=(16, 24)))
+    run = replace(run, policy=replace(run.policy, prompts=(16, 24)), config=replace(run.config, eval_steps=1))
     dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
     data = vla.build_dataset(run)
     row = data.prepare(data.read(stream=(0, run.rows.last_row)).example())
@@ -274,7 +274,11 @@ def test_all_lengths_of_prompts_are_compiled_before_the_first_step(setting, monk
         loss, _ = build_model(run.policy, CPU)
         optimizer = build_optimizer(run.policy, loss, 2)
         before = {name: value.clone() for name, value in loss.state_dict().items()}
-        model.compile_all(run.policy, loss, loss, optimizer, batch, draws, None, evaluates=True)
+        batches = TimedIterator([batch])
+        of_loop = SimpleNamespace(run=run, loss=loss, model=loss, optimizer=optimizer, batches=batches)
+        vars(of_loop).update(step=0, schedule=dealt, worker=Worker(CPU), autocast=None, finished=False)
+        callbacks.Compile().on_start(of_loop)
+        assert next(batches) is batch  # the first step trains on it
         assert all(param.grad is None for param in loss.parameters())
         assert all(torch.equal(value, before[name]) for name, value in loss.state_dict().items())
         made = loss.compiler.compilations
@@ -288,27 +292,6 @@ def test_all_lengths_of_prompts_are_compiled_before_the_first_step(setting, monk
                     loss(cut, draws[0], time_without_given(draws[1]), per_row=True)
                 loss.train()
     torch._dynamo.reset()
-
-
-def test_the_loop_compiles_before_its_first_step(setting, monkeypatch):
-    """At whichever step it begins, with the batch that the first step then trains on."""
-    given = []
-    run = resolved(
-        setting, **{"train.compile": "true", "steps": 1, "log_freq": 1, "output_dir": setting[0] / "compiles"}
-    )
-    batches = TimedIterator([{"number": n} for n in range(3)])
-    monkeypatch.setattr(state, "feed", lambda *_, **options: batches)
-    monkeypatch.setattr(callbacks, "compile_all", lambda *args, **options: given.append(args[4]))
-
-    def first_step(model, optimizer, batches, **options):
-        given.append(next(batches))
-        raise InterruptedError
-
-    monkeypatch.setattr(state, "train_step", first_step)
-    with pytest.raises(InterruptedError):
-        in_process.train(run)
-    gc.unfreeze()
-    assert given == [{"number": 0}, {"number": 0}]
 
 
 def test_segments_of_gpu_memory_grow(setting, monkeypatch):

@@ -208,8 +208,7 @@ def held_out_of(run, strategy, rank, world=2):
     trainer = Trainer(run, strategy, rank, world)
     batches = trainer.batches(4 // world)
     with in_process.tasks_here():
-        options = {"batch_size": run.job.batch_size, "limit": 0, "timeout_s": 60}
-        held_out = HeldOutLoss(run.rows, run.policy, Rank(rank, world), **options)
+        held_out = HeldOutLoss(run, Rank(rank, world))
         before = held_out.evaluate(trainer.loss, trainer.autocast)
         in_parts_again = all(in_parts(trainer.loss))
         losses = [trainer.step(0, batches).loss.item()]

@@ -13,16 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from lerobot.utils.constants import OBS_LANGUAGE_TOKENS
+import torch.nn.functional as F  # noqa: N812
+from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 
 from util import Batch, peak_flops
 from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.family import MEAN_COUNT
+from vla_finetuning.policies.flow import time_without_given
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.folder import STOP_NAME, prune_checkpoints
 from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped
-from vla_finetuning.training.model import compile_all
+from vla_finetuning.training.parallel import free_gathered
 from vla_finetuning.training.state import Callback, LoopState, TrainState, noise_for
 
 
@@ -83,21 +85,30 @@ class ExactMean(Callback):
 
 
 class Compile(Callback):
-    """Compile the layers before the first step (--train.compile)."""
+    """Compile the layers before the first step for every length of prompts, on all ranks at once (--train.compile)."""
 
     def on_start(self, state: TrainState) -> None:
-        if state.finished:
+        spec, loss, device = state.run.policy, state.loss, state.worker.device
+        if state.finished or getattr(loss, "compiler", None) is None:
             return
-        compile_all(
-            state.run.policy,
-            state.loss,
-            state.model,
-            state.optimizer,
-            state.batches.peek(),
-            noise_for(state.run.policy, state.step, state.schedule, state.worker.device)(0),
-            state.autocast,
-            evaluates=bool(state.run.config.eval_steps),
-        )
+        batch = state.batches.peek()
+        noise, time = noise_for(spec, state.step, state.schedule, device)(0)
+        for length in spec.prompts:
+            padded = {
+                key: F.pad(value, (0, length - value.shape[1]))
+                for key, value in batch.items()
+                if key in (OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS)
+            }
+            with torch.autocast(device.type, state.autocast, enabled=state.autocast is not None):
+                result = state.model({**batch, **padded}, noise, time)
+            result.backward()
+            if state.run.config.eval_steps:  # held-out losses take the layers without gradients
+                loss.eval()
+                with torch.no_grad(), torch.autocast(device.type, state.autocast, enabled=state.autocast is not None):
+                    loss({**batch, **padded}, noise, time if time is None else time_without_given(time))
+                loss.train()
+                free_gathered(loss)
+        state.optimizer.clear_gradients()
 
 
 class CollectGarbage(Callback):

@@ -21,11 +21,10 @@ from torch import Tensor
 from lerobot_datasource import LeRobotDatasource
 from util import Batch, NumpyToTorchCollate, cuda_prefetcher
 from vla_finetuning.columns import IS_SKIPPED, ROW_COLUMNS
-from vla_finetuning.plan.rows import Rows
+from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.flow import time_without_given
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.texts import with_texts
 from vla_finetuning.training.feed import Collate, input_transforms
 from vla_finetuning.training.model import make_prepare
@@ -47,15 +46,7 @@ class HeldOut(Callback):
     """Measure the held-out loss every --eval_steps, with the averaged weights if they are exported."""
 
     def on_start(self, state: TrainState) -> None:
-        run, config = state.run, state.run.config
-        self._held_out = HeldOutLoss(
-            run.rows,
-            run.policy,
-            state.worker,
-            batch_size=run.job.batch_size,
-            limit=config.max_eval_samples,
-            timeout_s=run.job.timeouts.batch,
-        )
+        self._held_out = HeldOutLoss(state.run, state.worker)
 
     def wants_log(self, state: TrainState) -> bool:
         return state.every(state.run.config.eval_steps)
@@ -73,16 +64,15 @@ class HeldOut(Callback):
 class HeldOutLoss:
     """Compute the loss of a rank's share of the held-out rows. All ranks must make theirs together.
 
-    Chunks of `batch_size` rows are assigned to the ranks in turn. FSDP2 needs the same number of forwards on all ranks:
-    a rank without a chunk repeats the last one and discards the result. `limit` is the maximum number of rows, 0 for
-    all. `timeout_s` limits the wait for a chunk's rows.
+    Chunks, each of a micro-batch's rows, are assigned to the ranks in turn. FSDP2 needs the same number of forwards on
+    all ranks: a rank without a chunk repeats the last one and discards the result.
     """
 
-    def __init__(self, rows: Rows, spec: PolicySpec, worker: Worker, *, batch_size: int, limit: int, timeout_s: float):
-        self._spec, self._device, self._timeout_s = spec, worker.device, timeout_s
-        rank, world = worker.rank, worker.world
-        self._rows = rows.held_out_rows(limit)
-        self._size = batch_size
+    def __init__(self, run: Run, worker: Worker):
+        self._spec, self._device, self._timeout_s = run.policy, worker.device, run.job.timeouts.batch
+        rows, spec, rank, world = run.rows, run.policy, worker.rank, worker.world
+        self._rows = rows.held_out_rows(run.config.max_eval_samples)
+        self._size = run.job.batch_size
         # A loss without values by row counts its mean for all rows of a batch.
         self._family = family_of(spec.config)
         self._per_row = spec.train.noise_draws if self._family.row_losses else 1

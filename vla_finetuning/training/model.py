@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
-from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
-from torch import nn
 
-from util import Batch, Draws, TrainableOptimizer, take_optimizer
+from util import TrainableOptimizer, take_optimizer
 from vla_finetuning.options.recap import ADVANTAGE, LABEL_DROPOUT
 from vla_finetuning.plan.record import record_attention
 from vla_finetuning.plan.rows import Rows
@@ -21,14 +18,13 @@ from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.augment import make_augmentation
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.family import PolicyLoss
-from vla_finetuning.policies.flow import FlowLoss, time_without_given
+from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.policies.pipelines import tokenizer_step
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, PreparedRobot, PrepareRobots
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.trainable import autocast_dtype, build_loss
 from vla_finetuning.policies.value import ValueLoss
-from vla_finetuning.training.parallel import free_gathered
 from vla_finetuning.training.stream import Columns, WithAdvantage, WithPosition
 
 logger = logging.getLogger(__name__)
@@ -84,43 +80,6 @@ def check_attention(
     loss.attention = choice.kernel
     if record_in is not None:
         record_attention(record_in, asdict(choice))
-
-
-def compile_all(
-    spec: PolicySpec,
-    loss: PolicyLoss,
-    model: nn.Module,
-    optimizer: TrainableOptimizer,
-    batch: Batch,
-    draws: Draws,
-    autocast: torch.dtype | None,
-    *,
-    evaluates: bool,
-) -> None:
-    """With --train.compile, compile the layers for every prompt length, on all ranks at the same time.
-
-    `model` is `loss` spread over the processes, and `batch` a micro-batch as the loss takes it. With `evaluates`, the
-    layers are compiled without gradients too, for held-out losses.
-    """
-    if getattr(loss, "compiler", None) is None:
-        return
-    for length in spec.prompts:
-        fitted = {
-            key: F.pad(value, (0, length - value.shape[1]))
-            for key, value in batch.items()
-            if key in (OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
-        }
-        with torch.autocast(batch[ACTION].device.type, autocast, enabled=autocast is not None):
-            result = model({**batch, **fitted}, *draws)
-        result.backward()
-        if evaluates:
-            loss.eval()
-            with torch.no_grad(), torch.autocast(result.device.type, autocast, enabled=autocast is not None):
-                noise, time = draws
-                loss({**batch, **fitted}, noise, time if time is None else time_without_given(time))
-            loss.train()
-            free_gathered(loss)
-    optimizer.clear_gradients()
 
 
 def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> TrainableOptimizer:
