@@ -49,12 +49,6 @@ class JobOptions:
         if not self.lease and "://" not in str(self.output_dir):
             raise ValueError(f"--lease=false: --output_dir={self.output_dir} is no bucket, and is locked; leave it out")
 
-    def describe_lease(self) -> list[str]:
-        """Return the plan's line for a run without a lease."""
-        if self.lease:
-            return []
-        return ["Lease        none (--lease=false): two processes with this --output_dir would destroy the run"]
-
     @property
     def folder(self) -> Path:
         """Return the run's folder; for an `output_dir` in a bucket, this process's local copy."""

@@ -1,4 +1,4 @@
-"""List every flag of `lerobot-train`, and how vla.py handles it.
+"""List the flags of `lerobot-train` that vla.py refuses, and what does the same here.
 
     python -m vla_finetuning.options.lerobot_train > docs/lerobot_train.md
 
@@ -9,18 +9,6 @@ vla.py accepts a flag with the same meaning, or refuses it and names the replace
 from __future__ import annotations
 
 from vla_finetuning.terminal import print_safe
-
-# Flags with the same name and meaning. `.*` stands for all options of a group of LeRobot's.
-TAKEN = (
-    *("dataset.repo_id", "dataset.root", "dataset.episodes", "dataset.revision", "dataset.eval_split", "policy.*"),
-    *("output_dir", "resume", "seed", "batch_size", "steps", "log_freq", "save_freq", "tolerance_s", "rename_map"),
-    *("eval_steps", "max_eval_samples", "dataset.image_transforms.enable", "dataset.image_transforms.random_order"),
-    *("dataset.image_transforms.max_num_transforms", "env.*", "env_eval_freq", "eval.n_episodes", "eval.batch_size"),
-    *("dataset.use_imagenet_stats", "use_policy_training_preset", "optimizer.*", "scheduler.*"),
-    *("peft.method_type", "peft.target_modules", "peft.full_training_modules", "peft.init_type", "peft.r"),
-    "peft.lora_alpha",
-    *(f"sample_weighting.{n}" for n in ("type", "progress_path", "head_mode", "kappa", "epsilon", "extra_params")),
-)
 
 _LOADER = "there is no DataLoader: read tasks use the CPUs that are free (--scaling.cpus_per_read_task)"
 _TRACKER = "--track wandb; its run goes on with --resume, and what wandb reads from its environment applies"
@@ -61,14 +49,13 @@ def answer(flag: str) -> str | None:
 
 
 def page() -> str:
-    """Return the Markdown page of both tables."""
-    rows = [f"| `--{flag}` | the same |" for flag in TAKEN]
-    rows += [f"| `--{flag}` | {reply} |" for flag, reply in ANSWERED.items()]
+    """Return the Markdown page of the refused flags."""
     head = (
         "<!-- Written by `python -m vla_finetuning.options.lerobot_train`. -->\n\n# The flags of lerobot-train\n\n"
-        "LeRobot 0.6.1. What is not taken is refused, with this answer.\n\n| flag | here |\n|---|---|"
+        "LeRobot 0.6.1. These are refused, with this answer. All others have the same name and meaning here.\n\n"
+        "| flag | here |\n|---|---|"
     )
-    return "\n".join([head, *rows])
+    return "\n".join([head, *(f"| `--{flag}` | {reply} |" for flag, reply in ANSWERED.items())])
 
 
 if __name__ == "__main__":

@@ -183,7 +183,8 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
     """
     with claim_folder(config):
         _check_state(config, start, steps, disk_bytes)
-        print_safe(*config.describe_lease())
+        if not config.lease:
+            print_safe("Lease        none (--lease=false): two processes with this --output_dir would destroy the run")
         for changed in changed_options(config):
             print_safe(f"Changed      {changed}")
         yield
