@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests import in_process
 from tests.datasets import make_dataset
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
@@ -42,12 +43,6 @@ def lost(meta):
     return np.flatnonzero((meta.episode_data_file == 1) | (meta.episode_video_file[WRIST] == 0)).tolist()
 
 
-def run(setting, **changes):
-    folder, root, base = setting
-    options = {"dataset.root": root, "policy.path": base, "output_dir": folder / "out", "batch_size": 2, "steps": 5}
-    return [f"--{name}={value}" for name, value in {**options, **changes}.items()]
-
-
 def refused(argv, check, error=FileNotFoundError):
     """The message, and the flags that it proposes."""
     with pytest.raises(error) as raised:
@@ -67,7 +62,7 @@ def resolved(argv):
 
 def test_the_proposed_flag_goes_on_without_the_episodes(setting, root):
     meta = load_metadata(root)
-    argv = run(setting, **{"dataset.root": root})
+    argv = in_process.flags(setting, **{"dataset.root": root})
     message, proposed = refused(argv, resolved)
     assert meta.data_files[1] in message and meta.video_files[WRIST][0] in message
     assert refused(argv, checked) == (message, proposed)
@@ -81,7 +76,7 @@ def test_the_proposed_flag_goes_on_without_the_episodes(setting, root):
 
 
 def test_of_a_mixture_each_dataset_is_named(setting, root):
-    argv = run(setting, **{"dataset.root": f"{setting[1]},{root}"})
+    argv = in_process.flags(setting, **{"dataset.root": f"{setting[1]},{root}"})
     _, proposed = refused(argv, resolved)
     whole, holes = resolved([*argv, *proposed]).rows.train_episodes
     assert whole.tolist() == list(range(6))
@@ -94,7 +89,7 @@ def test_of_a_mixture_each_dataset_is_named(setting, root):
 
 
 def test_skipping_covers_missing_files_up_to_its_limit(setting, root):
-    argv = run(setting, **{"dataset.root": root, "dataset.on_error": "skip"})
+    argv = in_process.flags(setting, **{"dataset.root": root, "dataset.on_error": "skip"})
     assert re.search(r"--dataset.max_skipped=0.01 is less than their \d+% of the frames", refused(argv, checked)[0])
     found = resolved([*argv, "--dataset.max_skipped=0.9"])
     many = len(lost(load_metadata(root)))
@@ -107,7 +102,7 @@ def test_a_camera_without_files_is_named(setting, root):
     shutil.copytree(setting[1] / "data", root / "data", dirs_exist_ok=True)
     shutil.rmtree(root / "videos" / WRIST)
     for more in ({}, {"dataset.on_error": "skip", "dataset.max_skipped": 1}):
-        argv = run(setting, **{"dataset.root": root}, **more)
+        argv = in_process.flags(setting, **{"dataset.root": root}, **more)
         message, _ = refused(argv, resolved)
         assert f"whose files are there: --dataset.camera_keys={TOP}" in message
         assert ("is for folders that lack some files" in message) == bool(more)
@@ -130,7 +125,7 @@ def broken(setting, tmp_path):
 
 
 def test_a_broken_episode_is_refused_only_where_it_is_chosen(setting, broken):
-    argv = run(setting, **{"dataset.root": broken})
+    argv = in_process.flags(setting, **{"dataset.root": broken})
     message, proposed = refused(argv, checked, ValueError)
     assert "2 of 6 episodes cannot be read: episode 2 has empty as videos/" in message
     assert proposed == ["--dataset.exclude_episodes=2,4"] == refused(argv, resolved, ValueError)[1]
@@ -139,7 +134,7 @@ def test_a_broken_episode_is_refused_only_where_it_is_chosen(setting, broken):
     assert resolved([*argv, "--dataset.episodes=0,5"]).rows.train_episodes[0].tolist() == [0, 5]
     _, proposed = refused([*argv, "--dataset.exclude_episodes=0"], checked, ValueError)
     assert proposed == ["--dataset.exclude_episodes=0,2,4"]
-    two = run(setting, **{"dataset.root": f"{setting[1]},{broken}"})
+    two = in_process.flags(setting, **{"dataset.root": f"{setting[1]},{broken}"})
     _, proposed = refused([*two, f'--dataset.exclude_episodes={{"{setting[1]}": [1]}}'], checked, ValueError)
     first, second = resolved([*two, *proposed]).rows.train_episodes
     assert first.tolist() == [0, 2, 3, 4, 5] and second.tolist() == [0, 1, 3, 5]

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from filelock import FileLock
 
 import vla
+from tests import in_process
 from tests.datasets import make_dataset
 from tests.tiny import make_base
 from vla_finetuning.buckets.mirror import remove
@@ -24,7 +26,6 @@ from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.paths import with_absolute_paths
 from vla_finetuning.plan.preflight import examine
-from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.run import folder as run_folder
 from vla_finetuning.run.checkpoint import SPARE_BYTES, TRAINABLE, Piece, Progress, commit, write_pieces
 from vla_finetuning.run.exported import result_problem
@@ -50,14 +51,9 @@ def setting(tmp_path_factory):
     return folder, root, make_base(folder / "base", load_metadata(root), chunk_size=8)
 
 
-def flags(setting, **changes):
-    folder, root, base = setting
-    options = {"dataset.root": root, "policy.path": base, "output_dir": folder / "out", "batch_size": 4, "steps": 5}
-    return [f"--{name}={value}" for name, value in {**options, **changes}.items() if value is not None]
-
-
-def run_of(setting, **changes):
-    return resolve(parse_args(flags(setting, **changes)), gpus_found=0)
+# Four rows a step.
+flags = partial(in_process.flags, batch_size=4, grad_accum=1, steps=5)
+run_of = partial(in_process.resolved, batch_size=4, grad_accum=1, steps=5)
 
 
 def started(setting, folder, **changes):

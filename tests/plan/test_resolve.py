@@ -24,7 +24,7 @@ from vla_finetuning.data.options import Selection
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.job import CONFIG_NAME
-from vla_finetuning.plan import base_policy, shuffle_quality
+from vla_finetuning.plan import base_policy
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.loading import load_policy
@@ -188,14 +188,6 @@ def test_cameras_of_different_sizes_go_together_when_the_policy_fits_them(settin
     assert plan(setting, both, root=False).rows.image_size == (56, 56)
     with pytest.raises(ValueError, match="differ in"):
         plan(setting, both, "--dataset.image_size=stored", root=False)
-
-
-def test_what_a_batch_is_mixed_of(setting, large):
-    run = plan(setting, f"--dataset.root={large}", root=False)
-    rows_plan = run.rows.source(stream=(0, 8)).plan
-    assert rows_plan.window_rows / rows_plan.segment_rows >= 32
-    expected = shuffle_quality.episodes_in_a_batch(rows_plan, run.config.global_batch_size)
-    assert f"rows of about {expected:.1f} episodes" in describe(run)
 
 
 def test_a_resumed_run_keeps_its_rows_and_their_order(started, large):
