@@ -79,7 +79,7 @@ def test_of_a_refused_type_no_more_is_read_or_downloaded_than_its_configuration(
     (tmp_path / "model.safetensors").touch()
 
     def snapshot_download(repo_id, *, allow_patterns, **_):
-        assert allow_patterns == ("config.json",)
+        assert allow_patterns == ["config.json"]
         return str(tmp_path)
 
     monkeypatch.setattr(base_policy, "policy_config_of", None)
