@@ -157,17 +157,6 @@ def test_a_store_that_fails_for_good_in_the_middle(bucket, proxied, fault, kind,
     assert len(faults.of(file)) == 1 if fault == "403" else len(faults.of(file)) >= 1
 
 
-def test_metadata_that_may_not_be_read(bucket, proxied):
-    faults, options = proxied
-    file = "meta/episodes/chunk-000/file-000.parquet"
-    faults.choose = lambda request: "403" if request in faults.of(file) else None
-    with pytest.raises(
-        StorageError, match=rf"^dataset s3://robots/arm: {file}: .*the store refuses \(PermissionDenied"
-    ):
-        load_metadata("s3://robots/arm", storage_options=options, storage_policy=PATIENT)
-    assert len(faults.of(file)) == 1
-
-
 def test_images_are_on_the_nodes_disk_once(bucket, proxied, tmp_path, monkeypatch):
     """Not as blocks of their files beside the images."""
     monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path / "node"))
