@@ -103,13 +103,9 @@ class Faulty(TwoBins):
         super().__init__(**options)
         self._faulty, self._how, self._marker = seed, how, marker
 
-    def reset(self, *, seed=None, options=None):
-        self._seed, self._steps = seed, 0
-        return super().reset(seed=seed, options=options)
-
     def step(self, action):
-        self._steps += 1
-        if self._seed == self._faulty and self._steps == 6 and not (self._marker and Path(self._marker).exists()):
+        is_done = self._marker and Path(self._marker).exists()
+        if self.np_random_seed == self._faulty and self._frame == 5 and not is_done:
             if self._marker:
                 Path(self._marker).touch()
             if self._how == "dies":
