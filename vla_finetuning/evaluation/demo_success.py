@@ -42,15 +42,11 @@ def is_demo(config: Config, policy: PolicySpec) -> bool:
 def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Play the trained policy under all conditions, and the base policy, on the same unseen scenes.
 
-    Runs on the driver, joined to the run's cluster.
-
     Returns:
         `{"trained", "untrained" (if the run had weights to start from), "other_instruction", "blindfolded"}`, each a
         `score` with its `label`; success always means the scene's own instruction. `went_where_told` counts episodes
         that followed the other instruction, and `went_to_a_bin` blindfolded episodes that reached a bin. And the
         result of `make_films`: one scene per instruction under all conditions, and some failures.
-    Raises:
-        ValueError: a policy cannot play in the environment.
     """
     exported = fetched_for_good(job.output_dir / "pretrained_model")
     # Episodes go on after success, so that the table says whether the gripper stays.

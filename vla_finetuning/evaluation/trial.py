@@ -171,13 +171,20 @@ def run_trial(trial: Trial, write_page: Callable[..., None]) -> tuple[str, int]:
     latencies = dict(zip(trial.conditions, trial.config.latency_s, strict=False))
     stored = EvaluationFolder(trial.output_dir, trial.about, trial.episodes)
     pending = [episode for episode in trial.episodes if not stored.is_done(episode)]
-    progress = _Progress(len(trial.episodes), len(stored.done))
+    began, outcomes = time.monotonic(), list[bool]()
+    reported = began
 
     def on_end(line: Line, actions: np.ndarray | None) -> None:
+        nonlocal reported
         if latencies:
             line = {**line, "latency_s": latencies[line["condition"]]}
         stored.write(line, actions if trial.config.videos or trial.dataset else None)
-        progress.add(bool(line["success_once"]))
+        outcomes.append(bool(line["success_once"]))
+        now, played, count = time.monotonic(), len(outcomes), len(trial.episodes)
+        if now - reported >= PROGRESS_EVERY_S:
+            reported, done = now, len(stored.done) + played
+            left_s = (count - done) * (now - began) / played
+            print_safe(f"{done} of {count} episodes, {sum(outcomes)} of {played} succeeded, {left_s:.0f} s left")
 
     if pending:
         play(
@@ -226,26 +233,6 @@ def flags_of_rtc(config: Any) -> str:
     changed = {f"rtc.{name}": value for name, value in options.items() if value != defaults[name]}
     flags = {"queue_threshold": config.chunk_size - config.n_action_steps, **changed}
     return " ".join(f"--inference.{name}={getattr(value, 'value', value)}" for name, value in flags.items())
-
-
-class _Progress:
-    """Prints progress and remaining time every PROGRESS_EVERY_S seconds."""
-
-    def __init__(self, total: int, done: int) -> None:
-        self._total, self._done, self._played, self._successes = total, done, 0, 0
-        self._since = self._reported = time.monotonic()
-
-    def add(self, success: bool) -> None:
-        """Count a finished episode."""
-        self._done += 1
-        self._played += 1
-        self._successes += success
-        now = time.monotonic()
-        if now - self._reported >= PROGRESS_EVERY_S:
-            self._reported = now
-            left_s = (self._total - self._done) * (now - self._since) / self._played
-            successes = f"{self._successes} of {self._played} succeeded"
-            print_safe(f"{self._done} of {self._total} episodes, {successes}, {left_s:.0f} s left")
 
 
 def record_trial(trial: Trial) -> None:
