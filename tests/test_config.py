@@ -1,7 +1,5 @@
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -329,35 +327,6 @@ def test_an_empty_value_is_refused(name, empty):
     for given in ([f"--{name}={empty}"], [f"--{name}", empty]):
         with pytest.raises(ValueError, match=f"--{name} is empty .*give a value, or leave it out"):
             parse_args(["--preset", "demo", *given])
-
-
-HEAVY = {"ray", "torch", "lerobot", "transformers", "draccus", "numpy", "pandas", "pyarrow"}
-
-
-def test_a_command_line_is_answered_before_anything_heavy_is_loaded():
-    """Counted in modules, as seconds are the machine's; of one process, in which each finds what others loaded."""
-    code = (
-        "import contextlib, io, json, runpy, sys\n"
-        "for sys.argv in json.loads(sys.argv[1]):\n"
-        "    status, streams = 'ran', [io.StringIO(), io.StringIO()]\n"
-        "    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):\n"
-        "        try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "        except SystemExit as ended: status = ended.code\n"
-        "    loaded = {name.partition('.')[0] for name in sys.modules}\n"
-        "    print(json.dumps([status, *(stream.getvalue() for stream in streams), *loaded]))\n"
-    )
-    wrong = ["vla.py", "--stepz", "3"], ["grpo.py", "--policy.path=/p", "--seed", "ten"]
-    helped = ["evaluate.py", "--help"], ["vla.py", "--help"]
-    command = [sys.executable, "-c", code, json.dumps([*wrong, *helped])]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True)
-    answers = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert not any(HEAVY & set(loaded) for _, _, _, *loaded in answers)
-    for (program, *argv), (status, out, err, *_) in zip([*wrong, *helped], answers, strict=True):
-        if argv == ["--help"]:
-            (known,) = [one for one in PROGRAMS if one.command == program]
-            assert status == 0 and out.rstrip() == known.help()
-        else:
-            assert status == 2 and argv[-2] in err
 
 
 @pytest.mark.parametrize(

