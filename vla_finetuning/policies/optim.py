@@ -78,16 +78,13 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        found_inf: torch.Tensor = self.found_inf  # type: ignore[attr-defined]  # set by `TrainableOptimizer.step`
         if self._adamw is not None:
             self._adamw.grad_scale, self._adamw.found_inf = None, found_inf  # type: ignore[attr-defined]
             self._adamw.step()
         if self._muon is None:
             return
         params = [p for group in self._muon.param_groups for p in group["params"] if p.grad is not None]
-        if found_inf is None:
-            self._muon.step()
-            return
         skipped, before = found_inf.bool(), [p.clone() for p in params]
         for p in params:  # a gradient equal to the momentum does not change the momentum
             state = self.state[p]
@@ -202,7 +199,9 @@ class Recipe:
         groups = [group for group in groups if group["params"]]
         if isinstance(self.optimizer, MuonConfig):
             return MuonAdamW(groups, hidden_matrices(policy), self.optimizer)
-        return type(built)(groups, lr=built.defaults["lr"], **FUSED)  # groups have all other options
+        names = ("lr", "betas", "eps", "weight_decay")
+        constants = {name: built.defaults[name] for name in names if name in built.defaults}
+        return type(built)(groups, **constants, **FUSED)
 
 
 def _build(optimizer: Any, params: Any, named: dict[str, nn.Parameter]) -> Any:
