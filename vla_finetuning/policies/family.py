@@ -55,7 +55,7 @@ class PolicyLoss(nn.Module):
     Args:
         policy: policy with `requires_grad` already set.
         images: converter of uint8 cameras to float; required for policies that normalise images.
-        _: options of `layers.LayeredLoss`, which LeRobot's losses lack. `LOSS_OPTIONS` are refused before the run.
+        _: options of `flow.FlowLoss`, which LeRobot's losses lack. `LOSS_OPTIONS` are refused before the run.
     Attributes:
         attention: kernel of the modules that `attentions` lists; `attention.choose_kernel` may replace it.
         reaches_all: whether every trainable parameter gets a gradient in every step. LeRobot's own losses leave some
@@ -278,7 +278,7 @@ class Family:
         return {}
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
-        """Make the loss of a policy whose `requires_grad` flags are set, with options of `layers.LayeredLoss`."""
+        """Make the loss of a policy whose `requires_grad` flags are set, with options of `flow.FlowLoss`."""
         return self.loss_class(policy, **options)
 
     def training_state(self) -> dict[str, Tensor]:

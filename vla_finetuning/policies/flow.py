@@ -1,6 +1,7 @@
 """Flow matching: losses, random draws and samplers of policies that predict the velocity from actions to noise.
 
-A policy overrides `FlowLoss.prefix` and `FlowLoss.velocity`.
+A policy overrides `FlowLoss.prefix` and `FlowLoss.velocity`, which compute its network layer by layer. The function of
+a layer can be compiled, be recomputed in backward, and run with weights gathered by FSDP2.
 
 Legend: B batch, K draws of noise and time per row, T chunk, A action.
 """
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +19,13 @@ import torch.nn.functional as F  # noqa: N812
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vla_finetuning.columns import ACTION_DIMS, ROBOT
-from vla_finetuning.policies.family import MAX_DELAY, PolicyLoss
+from vla_finetuning.policies.attention import Kernel
+from vla_finetuning.policies.family import MAX_DELAY, WORD_EMBEDDINGS, PolicyLoss
+from vla_finetuning.policies.layers import Unit
 from vla_finetuning.policies.processors import DeviceHalf
 
 # Columns of a batch that multiply a row's loss.
@@ -110,13 +115,29 @@ class FlowLoss(PolicyLoss):
         mask_padding: set the loss of padded action steps (`action_is_pad`) to zero. Padded steps still count in the
             mean's denominator, so that a batch's loss is the mean of its micro-batches' losses. If False, padded steps
             have a loss like any other step, as in LeRobot's PI0.5 and openpi.
+        attention: kernel of the language model and the expert. "eager" is LeRobot's code; the others are equal up to
+            rounding and store no attention weights. May be set later, e.g. to the result of `attention.choose_kernel`.
+        checkpointing: save only the inputs of each layer and recompute the layer in backward. Saves memory and gives
+            the same numbers.
+        compile: wrapper of each layer's function, e.g. a `compiling.Compiler`; stored as `compiler`.
     """
 
     reaches_all = True  # parameters that `Family.parts` marks as unused are frozen
 
-    def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None, mask_padding: bool = False):
+    def __init__(
+        self,
+        policy: PreTrainedPolicy,
+        *,
+        images: DeviceHalf | None = None,
+        mask_padding: bool = False,
+        attention: Kernel = "eager",
+        checkpointing: bool = False,
+        compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ):
         super().__init__(policy, images=images)
-        self.mask_padding = mask_padding
+        self.mask_padding, self.attention, self.compiler = mask_padding, attention, compile
+        self._checkpointing = checkpointing
+        self._units: dict[nn.Module, Unit] = {}
 
     def forward(
         self,
@@ -205,6 +226,38 @@ class FlowLoss(PolicyLoss):
             time: float32 (B*K,), or with `delays` also (B*K, T), the time of each action.
         """
         raise NotImplementedError
+
+    def layers(self) -> Iterable[nn.Module]:
+        """Return the layers that are computed completely."""
+        raise NotImplementedError
+
+    def make_units(self) -> list[nn.Module]:
+        """Run each trained layer through a `Unit` that holds its matrices; return these units and word embeddings.
+
+        FSDP2 gathers and frees parameters in hooks around a unit. Hooks of the layers themselves never fire, because
+        neither this class nor LeRobot calls a layer as a module (0.6.1, #3767). Hooks of modules inside a layer would
+        fire within compiled code. Parameters keep their names.
+        """
+        if not self._units:
+            for layer in self.layers():
+                if any(parameter.requires_grad for parameter in layer.parameters()):
+                    self._units[layer] = Unit(module for module in layer.modules() if isinstance(module, nn.Linear))
+            self.units = nn.ModuleList(self._units.values())
+        return [*self._units.values(), *self._training_modules(WORD_EMBEDDINGS)]
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self.compiler(function) if self.compiler else function
+
+    def _run(self, function: Any, layer: nn.Module, *arguments: Any) -> Any:
+        """Call the function of a layer; with checkpointing, save only the arguments and call it again in backward."""
+        if self._checkpointing and torch.is_grad_enabled():
+            function = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+        return self._call(function, layer, *arguments)
+
+    def _call(self, function: Any, layer: nn.Module, *arguments: Any) -> Any:
+        """Call the function of a layer, through the layer's unit if it has one."""
+        unit = self._units.get(layer)
+        return unit(function, layer, *arguments) if unit else function(layer, *arguments)
 
 
 def guided_chunk(

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from vla_finetuning.policies.family import MEAN_COUNT, Family, PolicyLoss
 
-# ---- ACT ------------------------------------------------------------------------------------------------------------
-
 
 class ACTLoss(PolicyLoss):
     """LeRobot's loss: the mean L1 error over valid action steps plus the mean KL divergence of the latent over rows.
@@ -81,8 +79,6 @@ class Queued(Family):
         return owner.predict_action_chunk({**observation, **windows})
 
 
-# ---- VQ-BeT ---------------------------------------------------------------------------------------------------------
-
 # Attribute with the number of forwards that have trained the codebook.
 MODULE, COUNT = "vqbet.action_head.vqvae_model", "optimized_steps"
 
@@ -124,9 +120,6 @@ class VQBeT(Queued):
         return {f"{MODULE}.{COUNT}": torch.tensor(0)}
 
 
-# ---- EVO1 -----------------------------------------------------------------------------------------------------------
-
-
 class Evo1(Family):
     pads_statistics = True
 
@@ -135,9 +128,6 @@ class Evo1(Family):
         # LeRobot casts pixels to the dtype of the option vlm_dtype, which the weights may no longer have.
         policy.model.embedder.model_dtype = next(policy.model.embedder.model.parameters()).dtype
         return loss
-
-
-# ---- FastWAM --------------------------------------------------------------------------------------------------------
 
 
 class FastWAMLoss(PolicyLoss):
@@ -158,9 +148,6 @@ class FastWAM(Family):
     sorts_cameras = True
 
 
-# ---- MolmoAct2 ------------------------------------------------------------------------------------------------------
-
-
 class MolmoAct2(Family):
     # LeRobot 0.6.1 registers its normalisation steps under names that its overrides of statistics do not match.
     rebuilds_processors = True
@@ -170,8 +157,6 @@ class MolmoAct2(Family):
             return ""
         return "it has two ways to predict, give one: --policy.inference_action_mode continuous, or discrete"
 
-
-# ---- X-VLA ----------------------------------------------------------------------------------------------------------
 
 # Action widths of one arm and of two: position (3), rotation (6), gripper (1).
 ROTATED = (10, 20)
@@ -217,9 +202,6 @@ class XVLA(Family):
         if not modeling_xvla._is_vendored_florence_state_dict(weights):
             return weights
         return modeling_xvla._remap_vendored_florence_state_dict(weights)
-
-
-# ---- VLA-JEPA -------------------------------------------------------------------------------------------------------
 
 
 class VLAJEPA(Family):

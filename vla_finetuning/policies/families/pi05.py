@@ -42,8 +42,8 @@ from torch import Tensor, nn
 from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
 from vla_finetuning.policies.family import MAX_DELAY, UNUSED, Family, LossClass, parts_by_prefix
-from vla_finetuning.policies.flow import repeat_rows, sample_noise_and_time
-from vla_finetuning.policies.layers import LayeredLoss, heads_of, mask_absent, rotated
+from vla_finetuning.policies.flow import FlowLoss, repeat_rows, sample_noise_and_time
+from vla_finetuning.policies.layers import heads_of, mask_absent, rotated
 from vla_finetuning.policies.prompts import prompt_lengths
 from vla_finetuning.policies.recompute import feed_forward
 
@@ -70,10 +70,10 @@ class Prefix:
     state: Tensor | None = None
 
 
-class PI05Loss(LayeredLoss):
+class PI05Loss(FlowLoss):
     """PI0.5's loss; construct it after `choose_trainable`, which decides whether the prefix needs gradients.
 
-    Args: as for `LayeredLoss`; `gradient_checkpointing` of the configuration also enables `checkpointing`.
+    Args: as for `FlowLoss`; `gradient_checkpointing` of the configuration also enables `checkpointing`.
     Attributes:
         before_actions: number of suffix tokens before the actions; these tokens attend to no action.
     """

@@ -52,8 +52,14 @@ from vla_finetuning.policies.families.pi05 import (
     suffix_layer,
 )
 from vla_finetuning.policies.family import MEAN_COUNT, UNUSED, parts_by_prefix
-from vla_finetuning.policies.flow import TimeDistribution, repeat_rows, sample_noise_and_time, scale_to_robot_dims
-from vla_finetuning.policies.layers import LayeredLoss, heads_of, mask_absent
+from vla_finetuning.policies.flow import (
+    FlowLoss,
+    TimeDistribution,
+    repeat_rows,
+    sample_noise_and_time,
+    scale_to_robot_dims,
+)
+from vla_finetuning.policies.layers import heads_of, mask_absent
 from vla_finetuning.policies.prompts import prompt_lengths
 
 # `VLAFlowMatching.sample_time` of LeRobot 0.6.1, and `apply_rope`.
@@ -65,7 +71,7 @@ MARKS_PER_IMAGE = 3
 # --- the loss ---------------------------------------------------------------------------------------------
 
 
-class SmolVLALoss(LayeredLoss):
+class SmolVLALoss(FlowLoss):
     """SmolVLA's loss; equals `SmolVLAPolicy.forward` with the same noise and time, gradients included.
 
     As in LeRobot, the loss is the mean over the unpadded action steps of a micro-batch (`action_is_pad`), not over its
