@@ -254,8 +254,6 @@ def test_other_policies_have_no_options_of_this_loss():
         PolicyLoss(policy)
     report = choose_trainable(policy, "full")
     assert report.total == report.trainable == sum(p.numel() for p in policy.parameters())
-    with pytest.raises(ValueError, match="type 'act'"):
-        choose_trainable(policy, "expert")
 
 
 # --- what is computed -------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from vla_finetuning.training.feed import Collate, policy_batches
 from vla_finetuning.training.model import build_model
 from vla_finetuning.training.vision_features import FOUND, CachedFeatures, made_by
 
-FRAMES, ROWS, CAMERAS = 23, 2, 2
+FRAMES, ROWS, CAMERAS = 31, 2, 2
 # Of the first epoch, so that no frame comes twice.
 FIRST = 7
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -41,7 +41,7 @@ def _one_thread():
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     root = tmp_path_factory.mktemp("vision_features") / "dataset"
-    return make_dataset(root, episodes=(9, 6, 8), cameras={TOP: (48, 64), WRIST: (32, 32)})
+    return make_dataset(root, episodes=(12, 9, 10), cameras={TOP: (48, 64), WRIST: (32, 32)})
 
 
 @contextlib.contextmanager
@@ -124,12 +124,13 @@ def test_what_a_computation_is_told_by(run):
 
 
 def test_a_full_cache_costs_the_cache_alone(dataset, tmp_path, seen, caplog, monkeypatch):
-    plain = trained(dataset, tmp_path)
+    steps = FRAMES // ROWS
+    plain = trained(dataset, tmp_path, steps=steps)
     seen.clear()
-    monkeypatch.setenv("VLA_CACHE_GB", "5e-6")  # for 18 of 46 frames: four tokens of 16 numbers, and a mark
+    monkeypatch.setenv("VLA_CACHE_GB", "1e-5")  # for 36 of 62 frames: four tokens of 16 numbers, and a mark
     for _ in range(2):
-        cached = trained(dataset, tmp_path, tmp_path / "features")
-    assert 0 < 2 * CAMERAS * ROWS * FIRST - sum(seen) <= 18
+        cached = trained(dataset, tmp_path, tmp_path / "features", steps=steps)
+    assert 0 < 2 * CAMERAS * ROWS * steps - sum(seen) <= 36
     assert apart(cached, plain) < 1e-6
     (warning,) = {record.message for record in caplog.records if record.levelno == logging.WARNING}
     assert "is full" in warning and "VLA_CACHE_GB" in warning
@@ -138,16 +139,16 @@ def test_a_full_cache_costs_the_cache_alone(dataset, tmp_path, seen, caplog, mon
 def test_a_resumed_run_goes_on_with_the_same_features(dataset, tmp_path, seen):
     def run_to(folder, steps, first_step=0):
         changes = {"output_dir": tmp_path / folder, "train.feature_cache": tmp_path / f"{folder} features"}
-        run = resolved(dataset, "smolvla", tmp_path, steps=14, save_freq=10, **{"train.mode": "expert", **changes})
+        run = resolved(dataset, "smolvla", tmp_path, steps=20, save_freq=10, **{"train.mode": "expert", **changes})
         run = replace(run, job=replace(run.job, steps=steps))
         torch.manual_seed(run.config.seed)
         return in_process.train(run, worker=alone(run, first_step), make_checkpoints=CheckpointWriter).named()
 
-    whole = {name: value.clone() for name, value in run_to("whole", 14).items()}
+    whole = {name: value.clone() for name, value in run_to("whole", 20).items()}
     run_to("stopped", 10)
     seen.clear()
-    resumed = run_to("stopped", 14, first_step=10)
-    # Three more rows in the first epoch, and none of the second, which begins in the twelfth step.
+    resumed = run_to("stopped", 20, first_step=10)
+    # Eleven more rows in the first epoch, and none of the second, which begins in the sixteenth step.
     assert CAMERAS * (FRAMES - 10 * ROWS) <= sum(seen) <= CAMERAS * (FRAMES - 10 * ROWS + ROWS)
     assert apart(resumed, whole) < 1e-6
 
