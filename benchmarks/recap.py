@@ -13,41 +13,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import evaluate
 import value
 import vla
+from benchmarks.stages import Stage, parse_settings, play_two_bins, run_stages, stages_parser
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.intervals import score, share
-from vla_finetuning.files import read_json, write_json
+from vla_finetuning.files import write_json
 from vla_finetuning.plan import demo
-from vla_finetuning.run import cluster
 from vla_finetuning.run.exported import LABELS_NAME
 from vla_finetuning.run.folder import FINISHED_NAME
-from vla_finetuning.terminal import print_safe, print_safe_text
+from vla_finetuning.terminal import print_safe_text
 
 NAMES = {"imitation": "imitation of all demonstrations", "recap": "RECAP, prompted positive"}
-# Seed of the evaluated scenes, which no demonstration contains.
-FIRST_EVALUATED = 1000
-# Default and description of each flag.
-SETTINGS = {
-    "seed": (1000, "of weights, order of rows, and noise"),
-    "steps": (900, "of each policy"),
-    "value_steps": (600, "of the value function"),
-    "eval_episodes": (200, "of each policy"),
-}
-
-
-class Stage(NamedTuple):
-    """A program, its flags, and the file or folder that it writes last (`done`)."""
-
-    program: Callable[[list[str]], int]
-    flags: Mapping[str, Any]
-    done: Path
 
 
 def stages(options: argparse.Namespace) -> Iterator[Stage]:
@@ -71,38 +52,22 @@ def stages(options: argparse.Namespace) -> Iterator[Stage]:
         ("recap", vla.main, learns | labels),
     ):
         yield Stage(program, flags | {"output_dir": folder / name}, folder / name / FINISHED_NAME)
-    plays = {"env.type": "two_bins", "env.episode_length": 30, "eval.n_episodes": options.eval_episodes}
-    plays |= {"eval.videos": 0, "seed": FIRST_EVALUATED}
     for name, prompt in (("imitation", {}), ("recap", {"policy.advantage": "positive"})):
-        played = folder / f"play-{name}"
-        flags = {**plays, **prompt, "policy.path": folder / name / "pretrained_model", "output_dir": played}
-        yield Stage(evaluate.main, flags, played / "report.html")
-
-
-def run_stages(stages: Iterable[Stage]) -> int:
-    """Run the stages that are not done; return the exit status of the first failure, else 0."""
-    cluster.connect()
-    for stage in stages:
-        if not stage.done.exists():
-            print_safe(f"Stage        {stage.done.parent}")
-            if status := stage.program([f"--{flag}={value}" for flag, value in stage.flags.items()]):
-                return status
-    return 0
+        policy = folder / name / "pretrained_model"
+        yield play_two_bins(folder / f"play-{name}", policy, options.eval_episodes, prompt)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the remaining stages, print each policy's success, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("outputs/recap"), help="of all runs")
-    for name, (default, text) in SETTINGS.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
-    options = parser.parse_args(argv)
-    options.folder = options.folder.absolute()
-    settings = {name: getattr(options, name) for name in SETTINGS}
-    if (earlier := read_json(options.folder / "settings.json") or settings) != settings:
-        parser.error(f"{options.folder} is of a run with {earlier}: give the same to go on, or another --folder")
-    options.folder.mkdir(parents=True, exist_ok=True)
-    write_json(options.folder / "settings.json", settings)
+    parser = stages_parser(
+        __doc__,
+        "outputs/recap",
+        seed=(1000, "of weights, order of rows, and noise"),
+        steps=(900, "of each policy"),
+        value_steps=(600, "of the value function"),
+        eval_episodes=(200, "of each policy"),
+    )
+    options = parse_settings(parser, argv)
     if status := run_stages(stages(options)):
         return status
     print_safe_text("Success on scenes that no policy has seen (95 % interval)")
