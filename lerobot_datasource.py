@@ -458,14 +458,3 @@ def read_source(source: LeRobotDatasource, **ray_options: Any) -> Dataset:
 def keeps_frames(dataset: Dataset) -> bool:
     """Return whether nodes cache all frames of a dataset from `read_source`."""
     return bool(dataset.context.get_config(CACHING))
-
-
-def local_batches(source: LeRobotDatasource, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield numpy batches of all of a source's rows in this process; the last may be smaller.
-
-    As ``read_source(source).iter_batches``, but in batches of about a block, to save Ray Data's work for each batch.
-    """
-    at_once = max(1, source.block() // batch_size) * batch_size
-    for rows in read_source(source).iter_batches(batch_size=at_once, batch_format="numpy", prefetch_batches=0):
-        for first in range(0, len(next(iter(rows.values()))), batch_size):
-            yield {key: values[first : first + batch_size] for key, values in rows.items()}

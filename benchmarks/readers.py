@@ -36,14 +36,17 @@ Contender = Callable[[], Batches]
 
 def ours(root: Path, rows: int, *, seed: int | None = None, camera_keys: Any = None, **options: Any) -> Batches:
     """Yield `rows` rows over several epochs, as training on one node reads them; `options` go to `Reading`."""
-    from lerobot_datasource import LeRobotDatasource, local_batches
+    from lerobot_datasource import LeRobotDatasource, read_source
     from vla_finetuning.data.metadata import load_metadata
     from vla_finetuning.data.options import Features, Order, Reading
 
     features = Features(camera_keys, delta_timestamps=WINDOWS)
     order = Order(stream=(0, rows), shuffle_seed=seed)
     source = LeRobotDatasource([load_metadata(root)], features=features, order=order, reading=Reading(**options))
-    yield from local_batches(source, BATCH)
+    at_once = max(1, source.block() // BATCH) * BATCH  # about a block, to save Ray Data's work for each batch
+    for read in read_source(source).iter_batches(batch_size=at_once, batch_format="numpy", prefetch_batches=0):
+        for first in range(0, len(read["index"]), BATCH):
+            yield {key: values[first : first + BATCH] for key, values in read.items()}
 
 
 def shuffled(root: Path, rows: int, seeds: Iterator[int], **options: Any) -> Batches:

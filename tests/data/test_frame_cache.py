@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lerobot_datasource import keeps_frames, local_batches, read_lerobot, read_source
+from lerobot_datasource import keeps_frames, read_lerobot, read_source
 from tests.datasets import an_epoch, assert_same_rows, datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import disk_cache
@@ -213,8 +213,7 @@ def test_through_ray(ray_cluster, original, folder):
             for key in (TOP, WRIST):
                 np.testing.assert_array_equal(row[key], expected[key][row["index"]])
     source = datasource([load_metadata(original)], frame_cache=FrameCache(str(folder), 1.0), shuffle_seed=0, **options)
-    found = list(local_batches(source, 4))
-    assert {len(batch["index"]) for batch in found[:-1]} == {4}
+    found = list(read_source(source).iter_batches(batch_size=4, batch_format="numpy"))
     order = np.argsort(np.concatenate([batch["index"] for batch in found]))
     assert_same_rows({key: np.concatenate([batch[key] for batch in found])[order] for key in found[0]}, expected)
 

@@ -24,33 +24,19 @@ DTYPES = CAMERA_DTYPES + NUMERIC_DTYPES + ("string", "language")
 
 @dataclass(frozen=True)
 class Feature:
-    """One column of a frame row, as `meta/info.json` declares it.
+    """One column of a frame row, as `meta/info.json` declares it."""
 
-    Attributes:
-        key: name in the dataset's files; rows may use another name (`rename_features`).
-        dtype: one of `DTYPES`.
-        shape: shape of one frame's value; `(1,)` is a scalar. Cameras: in the order of `names`.
-        names: names of the dimensions, or None.
-        is_depth: whether it is a depth map, not an RGB image.
-        info: LeRobot's `info` of a camera (`video.codec`, `video.fps`, …); else empty.
-        order: index in the files of each dimension of a row (`reorder_dimensions`); None for the files' order.
-        joined: features that a vector concatenates (`join_features`); else empty.
-        counted: whether it is one of `COUNTED_FEATURES` that the files lack.
-        texts: text of each value, for features that store texts by number; else empty.
-        style: style of annotations; a row has the text of this style that is active at its time. Else empty.
-    """
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    names: tuple[str, ...] | None
-    is_depth: bool
-    info: dict[str, Any]
-    order: tuple[int, ...] | None = None
-    joined: tuple[Feature, ...] = ()
-    counted: bool = False
-    texts: Mapping[int, str] = field(default_factory=dict)
-    style: str = ""
+    key: str  # name in the dataset's files; rows may use another name (`rename_features`)
+    dtype: str  # one of `DTYPES`
+    shape: tuple[int, ...]  # of one frame's value; `(1,)` is a scalar. Cameras: in the order of `names`
+    names: tuple[str, ...] | None  # of the dimensions
+    is_depth: bool  # a depth map, not an RGB image
+    info: dict[str, Any]  # LeRobot's `info` of a camera (`video.codec`, `video.fps`, …); else empty
+    order: tuple[int, ...] | None = None  # index in the files of each dimension of a row; None for the files' order
+    joined: tuple[Feature, ...] = ()  # features that a vector concatenates (`join_features`)
+    counted: bool = False  # one of `COUNTED_FEATURES` that the files lack
+    texts: Mapping[int, str] = field(default_factory=dict)  # for features that store texts by number
+    style: str = ""  # of annotations; a row has the text of this style that is active at its time
 
     @property
     def columns(self) -> tuple[Feature, ...]:
@@ -93,52 +79,34 @@ def absent_vector(key: str, dtype: str = "float32") -> AbsentFeature:
 class DatasetMetadata:
     """Metadata of a LeRobot dataset with E episodes, returned by `load_metadata`.
 
-    Attributes:
-        root: root as the caller gave it, without a trailing slash.
-        fs: file system of the dataset.
-        base: path of the root inside `fs`.
-        fps: frames per second.
-        tasks: instruction by the value of the `task_index` column (never by position in the file).
-        stats: `{feature: {"mean" | "std" | "min" | "max" | "count" | "q01" …: array}}`; `{}` without stats.json.
-        episode_index: int64 (E,), 0..E-1.
-        episode_length: int64 (E,), frames.
-        episode_start: int64 (E,), first row of the episode in the dataset, from cumulative lengths: the stored
-            `dataset_from_index` is wrong in real datasets.
-        episode_tasks: instructions of each episode.
-        data_files: parquet files relative to `base`, unique, in order of first use.
-        episode_data_file: int32 (E,), index into `data_files`.
-        episode_data_row: int64 (E,), first row of the episode in its data file.
-        video_files: per video key, mp4 files relative to `base`, unique, in order of first use.
-        episode_video_file: per video key, int32 (E,), index into `video_files[key]`.
-        episode_video_start_s: per video key, float64 (E,), the episode's start inside that file, seconds.
-        first_episode: lowest episode number of the dataset; lower ones do not exist.
-        broken: `{"data" | video key: {episode: reason}}` of unreadable episodes; their entries in the arrays above
-            are placeholders.
-        not_read: a line for each part of the dataset that is not read.
+    Files are relative to `base`, unique, in order of first use. Entries of unreadable episodes are placeholders.
     """
 
-    root: str
+    root: str  # as the caller gave it, without a trailing slash
     fs: fsspec.AbstractFileSystem
-    base: str
+    base: str  # path of the root inside `fs`
     codebase_version: str
     fps: int
     robot_type: str | None
     features: dict[str, Feature]
-    tasks: dict[int, str]
-    stats: dict[str, dict[str, np.ndarray]]
-    episode_index: np.ndarray
-    episode_length: np.ndarray
+    tasks: dict[int, str]  # instruction by the value of the `task_index` column (never by position in the file)
+    stats: dict[str, dict[str, np.ndarray]]  # {feature: {"mean" | "std" | "min" | "max" | "count" | "q01" …: array}}
+    episode_index: np.ndarray  # int64 (E,), 0..E-1
+    episode_length: np.ndarray  # int64 (E,), frames
+    # int64 (E,), first row of the episode in the dataset, from cumulative lengths: the stored `dataset_from_index` is
+    # wrong in real datasets.
     episode_start: np.ndarray
-    episode_tasks: list[tuple[str, ...]]
+    episode_tasks: list[tuple[str, ...]]  # instructions of each episode
     data_files: tuple[str, ...]
-    episode_data_file: np.ndarray
-    episode_data_row: np.ndarray
-    video_files: dict[str, tuple[str, ...]]
-    episode_video_file: dict[str, np.ndarray]
-    episode_video_start_s: dict[str, np.ndarray]
-    first_episode: int = 0
+    episode_data_file: np.ndarray  # int32 (E,), index into `data_files`
+    episode_data_row: np.ndarray  # int64 (E,), first row of the episode in its data file
+    video_files: dict[str, tuple[str, ...]]  # by video key, like the following
+    episode_video_file: dict[str, np.ndarray]  # int32 (E,), index into `video_files[key]`
+    episode_video_start_s: dict[str, np.ndarray]  # float64 (E,), the episode's start inside that file, seconds
+    first_episode: int = 0  # lowest episode number of the dataset; lower ones do not exist
+    # {"data" | video key: {episode: reason}} of unreadable episodes.
     broken: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
-    not_read: tuple[str, ...] = ()
+    not_read: tuple[str, ...] = ()  # a line for each part of the dataset that is not read
 
     @property
     def num_episodes(self) -> int:
@@ -169,14 +137,10 @@ class DatasetMetadata:
 def select_episodes(
     meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray | None, may_be_none: bool = False
 ) -> np.ndarray:
-    """Check chosen episodes; None chooses all. `check_readable` checks whether they can be read.
+    """Check chosen episodes, and return them, int64, ascending; None chooses all. LeRobot sorts them, too.
 
-    Args:
-        may_be_none: accept an empty choice, e.g. the evaluation episodes of one dataset of several.
-    Returns:
-        Episode numbers, int64, ascending: LeRobot reads chosen episodes in stored order, too.
-    Raises:
-        ValueError: not integers, none chosen, repeated, negative, or not in the dataset.
+    Raises ValueError for no integers, repeated or unknown ones, or for none unless `may_be_none`. `check_readable`
+    checks whether they can be read.
     """
     if episodes is None:
         return meta.episode_index[meta.first_episode :].copy()

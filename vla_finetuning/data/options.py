@@ -40,40 +40,26 @@ class FrameRanges:
 
 @dataclass(frozen=True)
 class Selection:
-    """The frames that are rows, and how often.
+    """The frames that are rows, and how often."""
 
-    Attributes:
-        episodes: per dataset, the selected episodes; None for all.
-        frame_ranges: per dataset, the frames that are rows. Replaces `episodes`. Windows may reach beyond a range, to
-            the ends of its episode.
-        weights: weights of the datasets in a mixture (see `data.plan`); None reads every row once per epoch.
-    """
-
-    episodes: Sequence[Sequence[int] | np.ndarray | None] | None = None
+    episodes: Sequence[Sequence[int] | np.ndarray | None] | None = None  # per dataset; None for all
+    # Per dataset, instead of `episodes`. Windows may reach beyond a range, to the ends of its episode.
     frame_ranges: Sequence[FrameRanges] | None = None
-    weights: Sequence[float] | None = None
+    weights: Sequence[float] | None = None  # of datasets in a mixture (`data.plan`); None reads a row once per epoch
 
 
 @dataclass(frozen=True)
 class Features:
-    """The features of a row.
+    """The features of a row."""
 
-    Attributes:
-        camera_keys: cameras to decode; None for all.
-        columns: other features to read, in which datasets must agree; None for all.
-        delta_timestamps: by feature, the offsets of its window in seconds, as in LeRobot.
-        image_size: (height, width) that frames are resized to; None for their stored size.
-        padded: whether datasets may lack cameras, which are then black, or have shorter vectors, padded with zeros.
-        window_steps: per dataset, frames between two steps of a window that are one frame apart in the first dataset;
-            None if all datasets have one frame rate.
-    """
-
-    camera_keys: Sequence[str] | None = None
-    columns: Sequence[str] | None = None
-    delta_timestamps: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    image_size: Sequence[int] | None = None
+    camera_keys: Sequence[str] | None = None  # cameras to decode; None for all
+    columns: Sequence[str] | None = None  # other features to read, in which datasets must agree; None for all
+    delta_timestamps: Mapping[str, Sequence[float]] = field(default_factory=dict)  # in seconds, as in LeRobot
+    image_size: Sequence[int] | None = None  # (height, width) that frames are resized to; None for their stored size
     tolerance_s: float = 1e-4
-    padded: bool = False
+    padded: bool = False  # datasets may lack cameras, which are then black, or have shorter vectors, padded with zeros
+    # Per dataset, frames between two steps of a window that are one frame apart in the first dataset; None if all
+    # datasets have one frame rate.
     window_steps: Sequence[int] | None = None
 
 
@@ -81,52 +67,35 @@ class Features:
 class Order:
     """The order of rows.
 
-    Attributes:
-        shuffle_seed: None for stored order.
-        shuffle_window: maximum number of rows that are shuffled together, reduced if they exceed READ_BYTES.
-        window_segments: least number of segments in a shuffled window, even if it exceeds READ_BYTES.
-        global_shuffle: whether epochs after the first permute single rows of the dataset (or shard), for cached frames.
-        stream: (first, last) positions in the run's stream (see `data.plan`); None for one epoch. Rows then have a
-            column `position`. A long stream is read in several executions: the n-th execution of the dataset reads the
-            n-th piece, and the consumer iterates until the stream ends.
-        rows_multiple: number of rows, from `first`, that divides the ends of executions.
-        block_rows: rows per block; None to derive it from BLOCK_BYTES.
+    A `stream`, (first, last) positions in the run's stream of rows (see `data.plan`), adds a column `position`. If it
+    is long, it is read in several executions: the n-th execution of the dataset reads the n-th piece, and the consumer
+    iterates until the stream ends.
     """
 
-    shuffle_seed: int | None = None
-    shuffle_window: int = DatasetOptions.shuffle_window
-    window_segments: int = WINDOW_SEGMENTS
-    global_shuffle: bool = False
+    shuffle_seed: int | None = None  # None for stored order
+    shuffle_window: int = DatasetOptions.shuffle_window  # rows that are shuffled together, fewer if READ_BYTES says so
+    window_segments: int = WINDOW_SEGMENTS  # least number of segments in a window, even if it exceeds READ_BYTES
+    global_shuffle: bool = False  # later epochs permute single rows of the dataset or shard, for cached frames
     sharding: Sharding | None = None
-    stream: tuple[int, int] | None = None
-    rows_multiple: int = 1
-    block_rows: int | None = None
+    stream: tuple[int, int] | None = None  # None for one epoch
+    rows_multiple: int = 1  # number of rows, from `first`, that divides the ends of executions
+    block_rows: int | None = None  # rows per block; None to derive it from BLOCK_BYTES
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Parameters of reading rows.
+    """Parameters of reading rows."""
 
-    Attributes:
-        num_cpus: CPUs of a read task, which decodes with as many threads.
-        num_tasks: read tasks per execution; None for `reads_per_task` windows each.
-        on_error: "stop" raises an error at an episode that cannot be read (damaged, missing, in contradiction to the
-            metadata). "skip" replaces its rows with blank ones, marked in the column `is_skipped`.
-        skip_log: file that gets a JSON line for each skipped episode; all nodes must see it.
-        check_files: whether to check that all files exist, by listing the datasets' folders.
-        frame_cache: cache of decoded frames on each node.
-        prepare: function applied to each block in the read task.
-        prepared_bytes: bytes of a row after `prepare`.
-    """
-
-    num_cpus: float = 1
-    num_tasks: int | None = None
+    num_cpus: float = 1  # of a read task, which decodes with as many threads
+    num_tasks: int | None = None  # read tasks per execution, about; None for `reads_per_task` windows each
+    # "stop" raises an error at an episode that cannot be read (damaged, missing, in contradiction to the metadata).
+    # "skip" replaces its rows with blank ones, marked in the column `is_skipped`.
     on_error: OnError = "stop"
-    skip_log: Path | None = None
-    check_files: bool = True
-    frame_cache: FrameCache | None = None
-    prepare: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None
-    prepared_bytes: int | None = None
+    skip_log: Path | None = None  # file that gets a JSON line for each skipped episode; all nodes must see it
+    check_files: bool = True  # check that all files exist, by listing the datasets' folders
+    frame_cache: FrameCache | None = None  # of decoded frames, on each node
+    prepare: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None  # applied to each block
+    prepared_bytes: int | None = None  # bytes of a row after `prepare`
 
     def __post_init__(self) -> None:
         if self.on_error not in get_args(OnError):

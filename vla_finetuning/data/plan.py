@@ -213,8 +213,7 @@ class StreamPlan:
     def occurrences(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """Return how often the rows of each entry of `episodes` occur among the first `position` of the stream.
 
-        Returns:
-            The least and the most, int64 (E,) each. They are equal at the end of a source's epoch.
+        The least and the most, int64 (E,) each; they are equal at the end of a source's epoch.
         """
         least, most = np.empty((2, len(self.episodes)), np.int64)
         # Rows of a window that was begun may or may not have occurred, even rows of two epochs of a source.

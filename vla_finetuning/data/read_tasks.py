@@ -96,9 +96,8 @@ def _get_context(context: Any) -> ReadContext:
 class ReadFunction:
     """The function of a read task. It is pickled with its stream positions, not with its rows.
 
-    Args:
-        context: a `ReadContext`, or its ObjectRef.
-        reads: runs of stream positions, int64 (N, 2) each. They are decoded one after the other, to bound memory.
+    The `reads` are runs of stream positions, int64 (N, 2) each, decoded one after the other to bound memory; `context`
+    is a `ReadContext`, or its ObjectRef.
     """
 
     __name__ = "read_slices"

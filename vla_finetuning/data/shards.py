@@ -101,34 +101,22 @@ def divide(
 
 @dataclass(frozen=True)
 class _Epoch:
-    """An epoch of the stream: positions [begin, end), of which [begin, tail) are whole turns.
-
-    Attributes:
-        shard_begins: position in each shard's stream at which the shard's epoch begins, int64 (shards,).
-        tail_runs: runs of rows after `tail`, in order: position in the stream, shard, position in the shard's stream.
-    """
+    """An epoch of the stream: positions [begin, end), of which [begin, tail) are whole turns."""
 
     number: int
     begin: int
     tail: int
     end: int
-    shard_begins: np.ndarray
+    shard_begins: np.ndarray  # position in each shard's stream at which the shard's epoch begins, int64 (shards,)
+    # Runs of rows after `tail`, in order: position in the stream, shard, position in the shard's stream.
     tail_runs: list[tuple[int, int, int]]
 
 
 class ShardedPlan:
     """The run's stream of rows, taken from shards in turn. Methods are those of `StreamPlan`.
 
-    Args:
-        episodes: episodes to divide, in stored order.
-        weight: float64 (E,), as `StreamPlan.episode_weights`.
-        cut_at, roots: as for `divide`.
-        seed: seed of every permutation, required.
-        plan: function that makes a shard's plan: `StreamPlan` but for episodes, seed and episode_weights.
-
-    Attributes:
-        episodes: pieces of episodes, ordered by shard.
-        window_rows: size of a shard's windows.
+    `plan` makes a shard's plan: `StreamPlan` but for episodes, seed and episode_weights. Its `episodes` are pieces of
+    episodes, ordered by shard, and `window_rows` the size of a shard's windows. Other parameters are as for `divide`.
     """
 
     def __init__(

@@ -23,9 +23,7 @@ class Repetitions:
     epoch has floor(w) or ceil(w) copies of it. Phases of episodes with equal weights are spread evenly, so that each
     epoch has about the same number of copies.
 
-    Args:
-        weight: float64 (E,), positive.
-        key: seed of the phases.
+    Weights are float64 (E,), positive; `key` is the seed of the phases.
     """
 
     def __init__(self, weight: np.ndarray, key: tuple[int, ...]):
@@ -65,9 +63,6 @@ class Interleaver:
 
     Row i of a source with n rows is due at (2i + 1) / 2n of the epoch. Rows are ordered by due time, ties by source. So
     every stretch of the epoch holds each source's share, within a few rows.
-
-    Args:
-        counts: rows of each source in an epoch.
     """
 
     def __init__(self, counts: Sequence[int]):
@@ -98,8 +93,7 @@ class Interleaver:
 def apportion(rows: int, weights: Sequence[float]) -> list[int]:
     """Split `rows` into whole numbers in proportion to `weights`, by largest remainder.
 
-    Raises:
-        ValueError: weights that are not positive numbers, or so small that one gets no row.
+    Raises ValueError for weights that are not positive numbers, or so small that one gets no row.
     """
     if not all(math.isfinite(w) and w > 0 for w in weights):
         raise ValueError(

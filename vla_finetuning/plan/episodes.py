@@ -26,20 +26,13 @@ PerDataset = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class ChosenEpisodes:
-    """The episodes and frames that are used of each dataset.
-
-    Attributes:
-        train, held_out: disjoint.
-        notes: lines for the plan on what was left out.
-        frames: frames of `train` that are rows, and their weights.
-        described: lines per dataset on idle frames and weights; empty if options of neither are given.
-    """
+    """The episodes and frames that are used of each dataset."""
 
     train: PerDataset
-    held_out: PerDataset
-    notes: tuple[str, ...]
-    frames: tuple[FrameRanges, ...]
-    described: tuple[tuple[str, ...], ...]
+    held_out: PerDataset  # disjoint from `train`
+    notes: tuple[str, ...]  # lines for the plan on what was left out
+    frames: tuple[FrameRanges, ...]  # frames of `train` that are rows, and their weights
+    described: tuple[tuple[str, ...], ...]  # lines per dataset; empty without idle frames to leave out and weights
 
     @property
     def rows_per_dataset(self) -> tuple[int, ...]:

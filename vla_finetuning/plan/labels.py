@@ -36,12 +36,7 @@ def write_labels(
     episodes: Sequence[np.ndarray],
     columns: Mapping[str, np.ndarray],
 ) -> None:
-    """Write one row for each frame of `episodes`, atomically.
-
-    Args:
-        episodes: int64 arrays, episode numbers per dataset.
-        columns: arrays (F,), one value per frame in the order of `episodes`; with `positive`.
-    """
+    """Write one row for each frame of `episodes` per dataset, atomically; `columns` are (F,), with `positive`."""
     root, episode, frame = [], [], []
     for number, (meta, chosen) in enumerate(zip(metas, episodes, strict=True)):
         length = meta.episode_length[chosen]
@@ -59,15 +54,9 @@ def write_labels(
 def read_labels(
     path: Path, metas: Sequence[DatasetMetadata], episodes: Sequence[np.ndarray]
 ) -> tuple[tuple[np.ndarray, ...], str]:
-    """Read which frames are positive.
+    """Read which frames are positive: bool (F,) per dataset, False for frames without a label; and the file's digest.
 
-    Args:
-        episodes: int64 arrays, episodes per dataset whose frames must all have a label; the file may have more.
-    Returns:
-        Bool (F,) per dataset, False for frames without a label; the file's digest.
-    Raises:
-        ValueError: the file was not written by `write_labels`, or lacks a dataset or a frame.
-        FileNotFoundError: no file.
+    Raises ValueError if the file was not written by `write_labels`, or lacks a dataset or a frame of `episodes`.
     """
     rows, digest = _read_table(path, COLUMNS), file_digest(path)
     labels = []
@@ -100,8 +89,7 @@ def histogram(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
 def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], dict[str, Any]]:
     """Return a table of a dataset's labels, over all frames and by task, and their `histogram`.
 
-    Raises:
-        ValueError, FileNotFoundError: as `read_labels`, but episodes without labels are allowed.
+    Errors are those of `read_labels`, but episodes without labels are allowed.
     """
     index, rows = _select_rows(_read_table(path, (*COLUMNS, *SHOWN)), path, meta, alone=True)
     advantage, success, positive = (rows[name].to_numpy() for name in (*SHOWN, "positive"))
@@ -135,8 +123,7 @@ def _read_table(path: Path, columns: Sequence[str]) -> pa.Table:
 def _select_rows(rows: pa.Table, path: Path, meta: DatasetMetadata, alone: bool) -> tuple[np.ndarray, pa.Table]:
     """Select the rows of a dataset; return the index of each row's frame in the dataset, int64 (N,), and the rows.
 
-    Args:
-        alone: whether the run has a single dataset, whose root may then differ from the file's.
+    If the dataset is `alone`, its root may differ from the file's.
     """
     roots = rows["dataset"].unique().to_pylist()
     root = roots[0] if len(roots) == 1 and alone else meta.root  # the dataset may have been moved

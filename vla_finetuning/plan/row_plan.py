@@ -14,7 +14,6 @@ from vla_finetuning.buckets.mirror import as_file
 from vla_finetuning.data.disk_cache import FrameCache, has_capacity, is_in_memory
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
-from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.shards import Sharding, epoch_ends
 from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, cache_gb
 from vla_finetuning.options.dataset import DatasetOptions
@@ -26,7 +25,7 @@ from vla_finetuning.plan.images import with_image_size
 from vla_finetuning.plan.labels import read_labels
 from vla_finetuning.plan.matching import Matched
 from vla_finetuning.plan.row_weights import row_weights
-from vla_finetuning.plan.rows import Rows
+from vla_finetuning.plan.rows import PerFrame, Rows
 from vla_finetuning.run.folder import SKIPPED_NAME
 
 

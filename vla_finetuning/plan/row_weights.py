@@ -34,13 +34,10 @@ EPSILON = 1e-6
 def row_weights(
     config: Config, metas: Sequence[DatasetMetadata], policy_config: PreTrainedConfig
 ) -> tuple[np.ndarray, str] | None:
-    """Return the weight of each frame before normalisation over its micro-batch, and the digest of the progress file.
+    """Return each frame's weight before normalisation over its micro-batch, float32 (frames,), and the file's digest.
 
-    Returns:
-        Float32 (frames,) and the digest; None for equal weights.
-    Raises:
-        ValueError: the policy's loss is not per row, there are several datasets, or the file is of another form.
-        FileNotFoundError: no file.
+    None for equal weights. Raises ValueError if the policy's loss is not per row, there are several datasets, or the
+    file is of another form.
     """
     options = config.sample_weighting
     if options.type in (None, "uniform"):
@@ -102,10 +99,7 @@ def rabc_weights(
     Args:
         index, episode: int64 (N,), frame in the dataset and episode.
         progress: float64 (N,), NaN if unknown.
-        frames: number of frames of the dataset.
         chunk_size: progress is compared with the frame this much later, or with the episode's last one in `index`.
-    Returns:
-        Float32 (frames,).
     """
     frame_progress, ahead = np.full(frames, np.nan), np.zeros(frames, np.int64)
     frame_progress[index] = progress

@@ -12,11 +12,21 @@ from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.feature_cache import FeatureCache, FeatureStore
 from vla_finetuning.data.metadata import DatasetMetadata, how_drawn
 from vla_finetuning.data.options import Features, Order, Reading, Selection
-from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.reader import Decoding, frame_spec
 
 Columns = dict[str, np.ndarray]
+
+
+class PerFrame:
+    """Values of all frames, one array per dataset, found by a batch's `dataset_index` and `index`."""
+
+    def __init__(self, by_dataset: Sequence[np.ndarray]):
+        self._values = np.concatenate(by_dataset)
+        self._first = np.cumsum([0, *map(len, by_dataset)])
+
+    def __call__(self, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+        return self._values[self._first[batch["dataset_index"]] + batch["index"]]
 
 
 @dataclass(frozen=True)
@@ -32,50 +42,30 @@ class HeldOutRows:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a run. Pickled in flight to training workers.
+    """The rows of a run. Pickled in flight to training workers."""
 
-    Attributes:
-        metas: the datasets, by `dataset_index`.
-        train_episodes, eval_episodes: int64 arrays per dataset; disjoint.
-        selection, features, order, reading: arguments of the training rows' datasource. The stream of `order` ends with
-            the run's last row.
-        per_epoch: rows of an epoch; the average if episodes have weights.
-        per_dataset: training frames of each dataset.
-        dropped: number of last frames of each training episode that are no rows.
-        identity: JSON that determines the stream of rows; a resumed run must have the same.
-        rates: camera frames and decoded bytes per row, by the names of their rates in metrics.jsonl.
-        stored_bytes: bytes of a row without resizing; None if frames are not resized or sizes differ among datasets.
-        cached_bytes: bytes of an epoch's decoded frames, for `reading.frame_cache`.
-        distinct_frames: number of an epoch's distinct frames per camera.
-        epoch_ends: ends of epochs in the stream; empty if all epochs have equal lengths.
-        weights: float32 (F,), weights of the dataset's frames in the loss.
-        returns: float32, return of each frame, for a value function.
-        positive: bool, label of each frame for its prompt.
-        rename_map: dataset key -> policy key.
-        described: lines per dataset on filtered training episodes; empty if all frames are used.
-    """
-
-    metas: tuple[DatasetMetadata, ...]
-    train_episodes: tuple[np.ndarray, ...]
-    eval_episodes: tuple[np.ndarray, ...]
+    metas: tuple[DatasetMetadata, ...]  # by `dataset_index`
+    train_episodes: tuple[np.ndarray, ...]  # int64 arrays per dataset
+    eval_episodes: tuple[np.ndarray, ...]  # disjoint from `train_episodes`
+    # Arguments of the training rows' datasource. The stream of `order` ends with the run's last row.
     selection: Selection
     features: Features
     order: Order
     reading: Reading
-    per_epoch: int
-    per_dataset: tuple[int, ...]
-    dropped: int
-    identity: dict[str, Any]
-    rates: dict[str, int]
-    stored_bytes: int | None = None
-    cached_bytes: int = 0
-    distinct_frames: int = 0
-    epoch_ends: tuple[int, ...] = ()
-    weights: np.ndarray | None = None
-    returns: PerFrame | None = None
-    positive: PerFrame | None = None
-    rename_map: Mapping[str, str] = field(default_factory=dict)
-    described: tuple[tuple[str, ...], ...] = ()
+    per_epoch: int  # rows of an epoch; the average if episodes have weights
+    per_dataset: tuple[int, ...]  # training frames of each dataset
+    dropped: int  # number of last frames of each training episode that are no rows
+    identity: dict[str, Any]  # JSON that determines the stream of rows; a resumed run must have the same
+    rates: dict[str, int]  # camera frames and decoded bytes per row, by the names of their rates in metrics.jsonl
+    stored_bytes: int | None = None  # bytes of a row without resizing; None if not resized or sizes differ
+    cached_bytes: int = 0  # bytes of an epoch's decoded frames, for `reading.frame_cache`
+    distinct_frames: int = 0  # number of an epoch's distinct frames per camera
+    epoch_ends: tuple[int, ...] = ()  # ends of epochs in the stream; empty if all epochs have equal lengths
+    weights: np.ndarray | None = None  # float32 (F,), of the dataset's frames in the loss
+    returns: PerFrame | None = None  # float32, return of each frame, for a value function
+    positive: PerFrame | None = None  # bool, label of each frame for its prompt
+    rename_map: Mapping[str, str] = field(default_factory=dict)  # dataset key -> policy key
+    described: tuple[tuple[str, ...], ...] = ()  # lines per dataset on idle frames and weights
 
     def padding(self) -> tuple[int, int, int, float]:
         """Return a chunk's steps, the numbers of shorter episodes and of all, and the padding's share of all steps."""

@@ -15,7 +15,6 @@ from PIL import Image
 from scipy.stats import mannwhitneyu, t
 
 from vla_finetuning.data.metadata import DatasetMetadata
-from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.evaluation.intervals import CONFIDENCE
 from vla_finetuning.files import write_json
 from vla_finetuning.options.programs import ValueConfig
@@ -26,6 +25,7 @@ from vla_finetuning.plan.labels import histogram, write_labels
 from vla_finetuning.plan.outcomes import corrected_frames, episode_success, intervention_columns
 from vla_finetuning.plan.paths import absolute
 from vla_finetuning.plan.resolve import Run, make_job, resolve
+from vla_finetuning.plan.rows import PerFrame
 from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import PolicySpec, ValueSpec

@@ -16,10 +16,9 @@ from lerobot.configs.policies import PreTrainedConfig
 
 from util import UNWATCHED, Batch, Clock, NumpyToTorchCollate, TimedIterator, cuda_prefetcher
 from vla_finetuning.columns import IS_PRESENT, RETURN, ROW_COLUMNS
-from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.row_weights import loss_factors
-from vla_finetuning.plan.rows import Rows
+from vla_finetuning.plan.rows import PerFrame, Rows
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec

@@ -25,7 +25,7 @@ import xxhash
 
 from lerobot_datasource import LeRobotDatasource, read_source
 from vla_finetuning.columns import STREAM_POSITION
-from vla_finetuning.data.per_frame import PerFrame
+from vla_finetuning.plan.rows import PerFrame
 from vla_finetuning.run.checkpoint import load_progress, set_aside_damaged
 
 if TYPE_CHECKING:
