@@ -2,21 +2,21 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from lerobot.configs import PreTrainedConfig
-from lerobot.datasets import LeRobotDataset, compute_stats
-from lerobot.datasets.compute_stats import RunningQuantileStats, compute_relative_action_stats
+from lerobot.datasets import LeRobotDataset
+from lerobot.datasets.compute_stats import compute_relative_action_stats
 from lerobot.policies.factory import make_pre_post_processors
 
 import vla
 from tests import in_process
-from tests.datasets import make_dataset
-from vla_finetuning.data import relative_actions
+from tests.datasets import all_rows, make_dataset
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.data.relative_actions import RelativeActions, relative_action_stats
+from vla_finetuning.data.relative_actions import RelativeActions, relative_action_stats, relative_chunks
 from vla_finetuning.data.statistics import STATISTICS
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import with_stats
@@ -37,37 +37,30 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(found[name], values, err_msg=name)
 
 
-def test_equals_lerobots(tmp_path, monkeypatch):
+def test_equals_lerobots(tmp_path):
     """Episodes of several files, one of them shorter than a chunk, and one dimension that stays absolute."""
     root = make_dataset(tmp_path / "d", episodes=(12, 7, 4, 15, 9), cameras={})
     meta = load_metadata(root)
     assert len(meta.data_files) > 1
     how = RelativeActions(CHUNK, (True, False, True))
-    found = relative_action_stats(meta, how, cache_dir=tmp_path / "cache")
-    assert_same(found, lerobots(root, meta.features["action"].names))
-
-    def no_pass(*_, **__):
-        pytest.fail("a pass over the data was started")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relative_actions, "episode_arrays", no_pass)
-        assert_same(relative_action_stats(meta, how, cache_dir=tmp_path / "cache"), found)
-        with pytest.raises(pytest.fail.Exception):  # of other chunks there is another file
-            relative_action_stats(meta, replace(how, chunk_size=5), cache_dir=tmp_path / "cache")
-    # In batches, as LeRobot counts 50,000 chunks at a time.
-    monkeypatch.setattr(relative_actions, "BATCH_CHUNKS", 4)
-    rows = LeRobotDataset("local/test", root=root).hf_dataset.with_format("numpy")
-    starts, running = compute_stats._get_valid_chunk_starts(rows["episode_index"][:], CHUNK), RunningQuantileStats()
-    for first in range(0, len(starts), 4):
-        values = (rows["action"][:], rows["observation.state"][:], CHUNK, np.array(how.dimensions, np.float32))
-        running.update(compute_stats._compute_relative_chunk_batch(starts[first : first + 4], *values))
-    assert_same(relative_action_stats(meta, how, cache_dir=None), running.get_statistics())
+    stats = partial(relative_action_stats, cache_dir=None, episodes=meta.episode_index)
+    assert_same(stats(meta, how), lerobots(root, meta.features["action"].names))
+    # Of actions two frames apart, the same as of a dataset with every other frame, for episodes from even and odd ones.
+    rows = [all_rows(root, [key])[key].astype(np.float32) for key in ("action", "observation.state")]
+    apart = RelativeActions(3, how.dimensions, step=2)
+    chunks = [
+        relative_chunks(*(values[first:][:length] for values in rows), apart)
+        for first, length in zip(meta.episode_start, meta.episode_length, strict=True)
+    ]
+    found = stats(meta, apart)
+    for name, expected in (("min", np.min), ("max", np.max), ("mean", np.mean)):
+        np.testing.assert_allclose(found[name], expected(np.concatenate(chunks), axis=0), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="chunks of 16 frames, and the longest episode has 15; lower --policy.chunk"):
-        relative_action_stats(meta, RelativeActions(16, how.dimensions), cache_dir=None)
+        stats(meta, RelativeActions(16, how.dimensions))
     short = replace(meta.features["observation.state"], shape=(2,))
     narrow = replace(meta, features={**meta.features, "observation.state": short})
     with pytest.raises(ValueError, match="as many dimensions as 'action' has, 3; found 2"):
-        relative_action_stats(narrow, how, cache_dir=None)
+        stats(narrow, how)
 
 
 def test_a_run_of_relative_actions(tmp_path):

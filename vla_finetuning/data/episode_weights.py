@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,13 +34,12 @@ def episode_weights(
 ) -> list[np.ndarray]:
     """Return the weights of all episodes of each dataset, float64 (E,): their mean number of repeats in an epoch.
 
+    Raises ValueError if there is no such column, or a weight is not a number from 0 to MAX_WEIGHT.
+
     Args:
         roots: names of the datasets.
         source: a numeric or bool column of meta/episodes, or @FILE (`episode_values`). Weights default to 1 with @FILE.
         named: function that normalises a root in the file to the form of `roots`.
-    Raises:
-        ValueError: no such column, or a weight is not a number from 0 to MAX_WEIGHT.
-        FileNotFoundError: the file does not exist.
     """
     if not source.startswith("@"):
         return [
@@ -65,15 +63,9 @@ def episode_values(
     flag: str,
     named: Callable[[str], str] = str,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Read the episode numbers, int64 (N,), and values, float64 (N,), of each dataset from a file.
+    """Read the episode numbers, int64 (N,), and values, float64 (N,), of each dataset from the file that `flag` names.
 
-    Args:
-        roots, named: as for `episode_weights`.
-        column: name of the column with the values.
-        flag: the flag that names the file, for errors.
-    Raises:
-        ValueError: another file format, a repeated or unknown episode, or a value that is NaN or empty.
-        FileNotFoundError: the file does not exist.
+    Raises ValueError for another file format, a repeated or unknown episode, or a value that is NaN or empty.
     """
     by_root = _read_values(path, [named(root) for root in roots], named, column, flag)
     by_dataset = []
@@ -144,17 +136,7 @@ def _read_values(path: Path, roots: Sequence[str], named: Callable[[str], str], 
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; {_forms(flag, column)}")
     try:
-        if path.suffix == ".json":
-            by_root = _parse_json(json.loads(path.read_text()), named, column)
-        elif path.suffix == ".csv":
-            by_root = _parse_table(pyarrow.csv.read_csv(path), named, column)
-        elif path.suffix == ".parquet":
-            budget = Budget("episodes", MAX_EPISODES_BYTES)
-            with open_parquet(LocalFileSystem(), str(path)) as file:
-                columns = [c for c in ("episode_index", column, "dataset") if c in file.schema_arrow.names]
-                by_root = _parse_table(read_columns(file, columns, budget), named, column)
-        else:
-            raise ValueError("its name does not say what it is")
+        by_root = _by_root(_read_table(path, column), named, column)
     except (ValueError, TypeError, KeyError, pa.ArrowException) as error:
         raise ValueError(f"{path}: {error}; {_forms(flag, column)}") from error
     if "" in by_root and len(roots) > 1:
@@ -166,23 +148,33 @@ def _read_values(path: Path, roots: Sequence[str], named: Callable[[str], str], 
     return by_root
 
 
-def _parse_json(value: Any, named: Callable[[str], str], column: str) -> ValuesByRoot:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"found a {type(value).__name__}")
-    is_nested = bool(value) and all(isinstance(entry, Mapping) for entry in value.values())
-    by_root: ValuesByRoot = {}
-    for name, episodes in value.items() if is_nested else [("", value)]:
-        root = named(name) if is_nested else ""
-        if root in by_root:
-            raise ValueError(f"names the dataset {root} twice, the second time as {name!r}")
-        values = list(episodes.values())
-        if wrong := [value for value in values if type(value) not in (int, float, bool)]:
-            raise ValueError(f"found the {column} {wrong[0]!r:.50}")
-        by_root[root] = np.array([int(episode) for episode in episodes], np.int64), np.array(values, np.float64)
-    return by_root
+def _read_table(path: Path, column: str) -> pa.Table:
+    if path.suffix == ".csv":
+        return pyarrow.csv.read_csv(path)
+    if path.suffix == ".parquet":
+        with open_parquet(LocalFileSystem(), str(path)) as file:
+            columns = [name for name in ("episode_index", column, "dataset") if name in file.schema_arrow.names]
+            return read_columns(file, columns, Budget("episodes", MAX_EPISODES_BYTES))
+    if path.suffix != ".json":
+        raise ValueError("its name does not say what it is")
+    content = json.loads(path.read_text())
+    if not isinstance(content, Mapping):
+        raise ValueError(f"found a {type(content).__name__}")
+    is_nested = bool(content) and all(isinstance(entry, Mapping) for entry in content.values())
+    by_name = content if is_nested else {"": content}
+    values = [
+        int(value) if isinstance(value, bool) else value for episodes in by_name.values() for value in episodes.values()
+    ]
+    table = {
+        "episode_index": pa.array([int(number) for episodes in by_name.values() for number in episodes], pa.int64()),
+        column: pa.array(values, None if values else pa.float64()),
+    }
+    if is_nested:
+        table["dataset"] = pa.array([name for name, episodes in by_name.items() for _ in episodes], pa.string())
+    return pa.table(table)
 
 
-def _parse_table(rows: pa.Table, named: Callable[[str], str], column: str) -> ValuesByRoot:
+def _by_root(rows: pa.Table, named: Callable[[str], str], column: str) -> ValuesByRoot:
     for name in ("episode_index", column):
         if name not in rows.column_names:
             raise ValueError(f"found the columns {rows.column_names!s:.200}")
@@ -194,6 +186,7 @@ def _parse_table(rows: pa.Table, named: Callable[[str], str], column: str) -> Va
     number = number.astype(np.int64)
     if "dataset" not in rows.column_names:
         return {"": (number, value)}
-    names, row_root = np.unique(np.array(rows["dataset"].cast(pa.string()).to_pylist(), object), return_inverse=True)
-    row_root = np.array([named(name) for name in names.tolist()], object)[row_root]
-    return {root: (number[row_root == root], value[row_root == root]) for root in set(row_root.tolist())}
+    names = rows["dataset"].cast(pa.string()).to_pylist()
+    root_of = {name: named(name) for name in set(names)}
+    root = np.array([root_of[name] for name in names], object)
+    return {name: (number[root == name], value[root == name]) for name in set(root_of.values())}

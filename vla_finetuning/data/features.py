@@ -44,8 +44,10 @@ def check_image_size(image_size: Sequence[int] | None) -> tuple[int, int] | None
     return int(image_size[0]), int(image_size[1])
 
 
-def _layout(feature: Feature, image_size: tuple[int, int] | None) -> tuple[Any, Any]:
+def _layout(feature: Feature | None, image_size: tuple[int, int] | None) -> tuple[Any, Any] | None:
     """Return the properties of a column that several datasets must have in common."""
+    if feature is None:
+        return None
     return frame_spec(feature, image_size) if feature.dtype in CAMERA_DTYPES else (feature.shape, row_kind(feature))
 
 
@@ -75,10 +77,8 @@ def common_features(
 ) -> dict[str, Feature]:
     """Return the features of a row: cameras, columns and bookkeeping, in which all datasets must agree.
 
-    With `padded` (`options.Features`), datasets may lack cameras, and a vector is as long as the longest.
-
-    Raises:
-        ValueError: unknown cameras, or features that differ between datasets.
+    With `padded` (`options.Features`), datasets may lack cameras, and a vector is as long as the longest. Raises
+    ValueError for unknown cameras, or features that differ between datasets.
     """
     if camera_keys is not None:
         for meta in metas:
@@ -96,14 +96,8 @@ def common_features(
             chosen, features = _padded_alike(chosen, features, image_size)
         if not chosen:
             chosen = features
-        differing = sorted(
-            k
-            for k in chosen.keys() | features.keys()
-            if k not in chosen
-            or k not in features
-            or _layout(chosen[k], image_size) != _layout(features[k], image_size)
-        )
-        if differing:
+        keys = sorted(chosen.keys() | features.keys())
+        if differing := [k for k in keys if len({_layout(f.get(k), image_size) for f in (chosen, features)}) > 1]:
             raise ValueError(
                 f"{meta.root} and {metas[0].root} cannot be read together: they differ in {differing}; "
                 "choose the cameras they share with camera_keys, bring cameras to one size with image_size, or convert "

@@ -32,9 +32,6 @@ def idle_frames(values: Sequence[np.ndarray], spans: Sequence[np.ndarray], moves
     Args:
         values: features of the episode, (L, D) each.
         spans: their ranges, (D,) each, as from `value_span`.
-        moves: least number of frames of an idle run.
-    Returns:
-        bool (L,).
     """
     frames, windows = len(values[0]), len(values[0]) - moves
     idle = np.zeros(frames, bool)
@@ -81,24 +78,17 @@ def value_range(meta: DatasetMetadata, key: str) -> tuple[np.ndarray, np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Movement:
-    """Parameters of idle frames in a dataset.
+    """Parameters of idle frames in a dataset."""
 
-    Attributes:
-        features: state and action vectors.
-        spans: their ranges, as from `value_span`.
-        moves: least number of frames of an idle run.
-    """
-
-    features: tuple[Feature, ...]
-    spans: tuple[np.ndarray, ...]
-    moves: int
+    features: tuple[Feature, ...]  # state and action vectors
+    spans: tuple[np.ndarray, ...]  # their ranges, as from `value_span`
+    moves: int  # least number of frames of an idle run
 
     @classmethod
     def from_metadata(cls, meta: DatasetMetadata, keys: Sequence[str], seconds: float) -> Movement:
         """Return the parameters for runs longer than `seconds` in which the vectors `keys` do not move.
 
-        Raises:
-            ValueError: `keys` that are no vectors or have no range in meta/stats.json.
+        Raises ValueError for `keys` that are no vectors or have no range in meta/stats.json.
         """
         if wrong := [key for key in keys if meta.features[key].dtype not in NUMERIC_DTYPES]:
             raise ValueError(f"{meta.root}: {wrong} are no numbers, so when they do not move is unknown")
@@ -117,18 +107,14 @@ class Movement:
 def moving_runs(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], seconds: float) -> np.ndarray:
     """Return the runs of frames of some episodes that remain without idle frames.
 
-    Runs on the driver, without Ray. Reads only the columns `keys`, each file once, in one thread per CPU.
+    Reads only the columns `keys`, each file once, in one thread per CPU. Errors are those of `Movement.from_metadata`
+    and of `statistics.episode_arrays`.
 
     Args:
         episodes: episode numbers, int64, ascending.
-        keys: state and action vectors.
         seconds: longest time without movement that is not idle.
     Returns:
         Episode, first frame_index and number of frames of each run, int64 (S, 3), in order.
-    Raises:
-        ValueError: `keys` that are no vectors or have no range in meta/stats.json; data that contradicts the metadata
-            or holds NaN.
-        FileNotFoundError: a data file is missing.
     """
     movement = Movement.from_metadata(meta, keys, seconds)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,30 +34,18 @@ QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 SAMPLE_FILES, SAMPLE_FILE_EPISODES = 4, 16
 # Largest share of values outside a range: 3 % more than expected.
 LIMITS = {("min", "max"): 0.03, ("q01", "q99"): 0.05, ("q10", "q90"): 0.23}
-_FORMAT = 1
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Episodes of a dataset whose frames are counted.
-
-    Attributes:
-        episodes: episode numbers, int64, ascending.
-        weight: weight of each frame.
-        movement: criterion of idle frames, which do not count, nor do chunks that begin with one; None counts all.
-        step: frames between two actions of a chunk.
-    """
+    """Episodes of a dataset whose frames are counted."""
 
     meta: DatasetMetadata
-    episodes: np.ndarray
-    weight: float = 1.0
-    movement: Movement | None = None
-    step: int = 1
-
-    def described(self) -> dict[str, Any]:
-        """Return the description of the counted frames in cache digests."""
-        return {} if self.movement is None else {"idle": self.movement.described()}
+    episodes: np.ndarray  # int64, ascending
+    weight: float = 1.0  # of each frame
+    movement: Movement | None = None  # criterion of idle frames, which do not count, nor do chunks that begin with one
+    step: int = 1  # frames between two actions of a chunk
 
     def relative(self, relative: RelativeActions | None) -> RelativeActions | None:
         """Return `relative` with the step of this source."""
@@ -75,16 +63,12 @@ def exact_stats(
     """Return all statistics of the features `keys`: weighted over all sources, and of each source alone.
 
     Run on the driver, in one or two passes over the parquet files, with a thread per CPU. Dimensions are in the order
-    of rows (`reorder_dimensions`), values are float32.
+    of rows (`reorder_dimensions`), values are float32. Cache and errors are those of `statistics.complete_stats`.
 
     Args:
         keys: numeric features that all sources have.
-        cache_dir: as for `statistics.complete_stats`.
         relative: compute the statistics of `action` from the relative actions of every chunk within an episode.
         skip_unreadable: warn about unreadable files instead of raising.
-    Raises:
-        ValueError: no chunk, data that contradicts the metadata, or NaN.
-        FileNotFoundError: a parquet file is missing.
     """
     names = sorted(keys)
     relative = relative if ACTION in names else None
@@ -95,24 +79,21 @@ def exact_stats(
         if actions is not None:
             check_relative(source.meta, actions, source.episodes)
         method = {
-            "exact": _FORMAT,
+            "exact": 1,  # the version of this module
             "weights": [source.weight for source in sources],
             "skip": skip_unreadable,
             "order": [source.meta.features[key].order for key in columns],
-            "relative": actions.described() if actions else None,
+            "relative": asdict(actions) if actions else None,
+            "idle": source.movement.described() if source.movement else None,
         }
-        digests.append(digest(source.meta, columns, source.episodes, method | source.described()))
+        digests.append(digest(source.meta, columns, source.episodes, method))
     name = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
-    # The cache is flat: keys of a single source begin with its number.
-    source_keys = [[f"{number} {key}" for key in names] for number in range(len(sources))]
-    stats = cached_stats(
-        [*names, *sum(source_keys, [])],
-        cache_dir,
-        name,
-        lambda: _compute(sources, names, source_keys, relative, skip_unreadable),
-    )
-    joint = {key: stats[key] for key in names}
-    return joint, [{key: stats[label] for key, label in zip(names, labels, strict=True)} for labels in source_keys]
+    # The cache is flat: keys begin with the number of a source, or "joint".
+    whose: list[Any] = ["joint", *range(len(sources))]
+    keys = [f"{of} {key}" for of in whose for key in names]
+    stats = cached_stats(keys, cache_dir, name, lambda: _compute(sources, names, relative, skip_unreadable))
+    joint, *own = [{key: stats[f"{of} {key}"] for key in names} for of in whose]
+    return joint, own
 
 
 def sample_rows(
@@ -171,19 +152,12 @@ def _columns(keys: Sequence[str], relative: RelativeActions | None) -> list[str]
 
 
 class Tally(NamedTuple):
-    """Counts of K groups of equal or nearly equal values, ascending.
+    """Counts of K groups of equal or nearly equal values, ascending."""
 
-    Attributes:
-        code: column and lowest value of each group (`_encode`), uint64 (K,).
-        number: number of values, float64 (K,).
-        sum: sum of the values, float64 (K,).
-        squares: sum of the squared values, float64 (K,).
-    """
-
-    code: np.ndarray
-    number: np.ndarray
-    sum: np.ndarray
-    squares: np.ndarray
+    code: np.ndarray  # column and lowest value of each group (`_encode`), uint64 (K,)
+    number: np.ndarray  # number of values, float64 (K,)
+    sum: np.ndarray  # float64 (K,)
+    squares: np.ndarray  # sum of the squared values, float64 (K,)
 
     @classmethod
     def merge(cls, tallies: Iterable[Tally]) -> Tally:
@@ -223,10 +197,9 @@ def _firsts(code: np.ndarray) -> np.ndarray:
 def count_values(
     values: np.ndarray, column: int = 0, *, coarse: bool = False, within: np.ndarray | None = None
 ) -> Tally:
-    """Count float32 values (N, D) of D columns.
+    """Count float32 values (N, D) of columns `column` to `column + D`.
 
     Args:
-        column: number of the first column.
         coarse: group values by their upper bits.
         within: coarse codes of groups; count only values in one of these groups.
     """
@@ -270,11 +243,7 @@ def summary(tally: Tally) -> dict[str, np.ndarray]:
 
 
 def _compute(
-    sources: Sequence[Source],
-    names: list[str],
-    source_keys: list[list[str]],
-    relative: RelativeActions | None,
-    skip_unreadable: bool,
+    sources: Sequence[Source], names: list[str], relative: RelativeActions | None, skip_unreadable: bool
 ) -> Stats:
     shapes = {key: sources[0].meta.features[key].shape for key in names}
     widths = [_width(sources[0].meta.features[key]) for key in names]
@@ -297,12 +266,13 @@ def _compute(
         if not len(tally.code):
             raise ValueError(f"dataset {source.meta.root}: no file could be read to compute statistics of {names}")
     all_stats: Stats = {}
-    for labels, tally in zip([names, *source_keys], [_joint(tallies, sources), *tallies], strict=True):
+    whose: list[Any] = ["joint", *range(len(sources))]
+    for of, tally in zip(whose, [_joint(tallies, sources), *tallies], strict=True):
         stats, end = summary(tally), 0
-        for key, called, width in zip(names, labels, widths, strict=True):
+        for key, width in zip(names, widths, strict=True):
             first, end = end, end + width
-            all_stats[called] = {name: value[first:end].reshape(shapes[key]) for name, value in stats.items()}
-            all_stats[called]["count"] = stats["count"][first : first + 1]
+            all_stats[f"{of} {key}"] = {name: value[first:end].reshape(shapes[key]) for name, value in stats.items()}
+            all_stats[f"{of} {key}"]["count"] = stats["count"][first : first + 1]
     return all_stats
 
 

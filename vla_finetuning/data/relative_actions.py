@@ -1,52 +1,35 @@
 """Compute normalisation statistics of relative actions: action chunks minus the state at their first frame.
 
-The results equal LeRobot's `compute_relative_action_stats` bit for bit. They cover every chunk within one episode;
-quantiles come from histograms of 5000 bins.
+LeRobot's `compute_relative_action_stats` computes them, of every chunk within one episode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from vla_finetuning.data.dataset import DatasetMetadata, known_episodes
-from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, files_of, stored_as
+from vla_finetuning.data.dataset import DatasetMetadata
+from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, in_threads, stored_as
 
 ACTION, STATE = "action", "observation.state"
-# LeRobot's batch size; results depend on it, as a batch with new extremes rebins the histograms.
-BATCH_CHUNKS = 50_000
 
 
 @dataclass(frozen=True)
 class RelativeActions:
-    """How a policy makes actions relative to the state at the start of a chunk.
-
-    Attributes:
-        chunk_size: number of actions in a chunk.
-        dimensions: mask of the action dimensions from which the state is subtracted.
-        step: frames of the dataset between two actions of a chunk.
-    """
+    """How a policy makes actions relative to the state at the start of a chunk."""
 
     chunk_size: int
-    dimensions: tuple[bool, ...]
-    step: int = 1
+    dimensions: tuple[bool, ...]  # from which the state is subtracted
+    step: int = 1  # frames of the dataset between two actions of a chunk
 
     @property
     def reach(self) -> int:
         """Number of frames that a chunk spans, its first and last included."""
         return (self.chunk_size - 1) * self.step + 1
-
-    def described(self) -> dict[str, Any]:
-        """Return the description in cache digests."""
-        description = asdict(self)  # without the default step, so that caches of earlier versions stay valid
-        if self.step == 1:
-            del description["step"]
-        return description
 
 
 def relative_action_stats(
@@ -54,31 +37,16 @@ def relative_action_stats(
     relative: RelativeActions,
     *,
     cache_dir: str | Path | None,
-    episodes: np.ndarray | None = None,
+    episodes: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """Return all statistics of a dataset's relative actions.
-
-    Run on the driver, without Ray. `cache_dir` and `episodes` are as for `statistics.complete_stats`.
-
-    Raises:
-        ValueError: the state has fewer dimensions than are relative; no episode is as long as a chunk; data that
-            contradicts the metadata or holds NaN.
-        FileNotFoundError: a parquet file is missing.
-    """
-    episodes = known_episodes(meta) if episodes is None else episodes
+    """Return all statistics of a dataset's relative actions. Parameters and errors are those of `complete_stats`."""
     check_relative(meta, relative, episodes)
-    state = meta.features[STATE]
-    described = {**relative.described(), "state": stored_as(state)}
-    name = digest(meta, [ACTION], episodes, described)
+    name = digest(meta, [ACTION], episodes, {**asdict(relative), "state": stored_as(meta.features[STATE])})
     return cached_stats([ACTION], cache_dir, name, partial(_compute, meta, relative, episodes))[ACTION]
 
 
 def check_relative(meta: DatasetMetadata, relative: RelativeActions, episodes: np.ndarray) -> None:
-    """Refuse episodes whose actions cannot be made relative.
-
-    Raises:
-        ValueError: the state has fewer dimensions than are relative; no episode is as long as a chunk.
-    """
+    """Raise ValueError if the state has fewer dimensions than are relative, or no episode is as long as a chunk."""
     action, state = meta.features[ACTION], meta.features.get(STATE)
     if state is None or state.shape < action.shape:
         raise ValueError(
@@ -106,28 +74,20 @@ def relative_chunks(actions: np.ndarray, states: np.ndarray, spec: RelativeActio
 
 
 def _compute(meta: DatasetMetadata, relative: RelativeActions, episodes: np.ndarray) -> Stats:
-    from lerobot.datasets.compute_stats import RunningQuantileStats
+    from lerobot.datasets.compute_stats import compute_relative_action_stats
 
-    features = [meta.features[ACTION], meta.features[STATE]]
-
-    def chunks() -> Iterator[np.ndarray]:
-        for file in files_of(meta, episodes):
-            for _, arrays in episode_arrays(meta.fs, features=features, **file):
-                actions, states = (arrays[feature.key].astype(np.float32, copy=False) for feature in features)
-                yield relative_chunks(actions, states, relative)
-
-    running, batch_rows = RunningQuantileStats(), BATCH_CHUNKS * relative.chunk_size
-    pending: list[np.ndarray] = []
-    try:
-        for chunk in chunks():
-            pending.append(chunk)
-            if sum(map(len, pending)) >= batch_rows:
-                rows = np.concatenate(pending)
-                for first in range(0, len(rows) - batch_rows + 1, batch_rows):
-                    running.update(rows[first : first + batch_rows])
-                pending = [rows[len(rows) // batch_rows * batch_rows :]]
-    except (ValueError, OSError) as error:
-        raise type(error)(f"dataset {meta.root}: {error}") from error
-    if len(rows := np.concatenate(pending)):
-        running.update(rows)
-    return {ACTION: running.get_statistics()}
+    features = {key: meta.features[key] for key in (ACTION, STATE)}
+    columns: dict[str, list[np.ndarray]] = {ACTION: [], STATE: [], "episode_index": []}
+    read = in_threads(meta, episodes, lambda file: list(episode_arrays(meta.fs, features=[*features.values()], **file)))
+    for episode, arrays in itertools.chain(*read):
+        for phase in range(relative.step):  # every `step`-th frame of an episode is like an episode
+            rows = {key: arrays[feature.key][phase :: relative.step] for key, feature in features.items()}
+            rows["episode_index"] = np.full(len(rows[ACTION]), episode * relative.step + phase)
+            for key, values in rows.items():
+                columns[key].append(values)
+    # LeRobot finds dimensions by name.
+    names = [f"dimension {number:04}" for number in range(len(relative.dimensions))]
+    absolute = [name for name, is_relative in zip(names, relative.dimensions, strict=True) if not is_relative]
+    rows = {key: np.concatenate(values) for key, values in columns.items()}
+    declared = {ACTION: {"shape": features[ACTION].shape, "names": names}}
+    return {ACTION: compute_relative_action_stats(rows, declared, relative.chunk_size, absolute)}

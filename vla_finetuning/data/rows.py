@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +43,19 @@ BOOKKEEPING = {name: np.int64 for name in ("index", "episode_index", "frame_inde
 
 @dataclass(frozen=True)
 class LocatedEpisodes(Episodes):
-    """`Episodes` with their file locations. Files are indices into the lists of the dataset's `DatasetFiles`.
+    """`Episodes` with their file locations. Files are indices into the lists of the dataset's `DatasetFiles`."""
 
-    Attributes:
-        first_index: `index` of the first frame of the whole episode, int64 (E,).
-        frames: frames of the whole episode, int64 (E,).
-        data_file: data file of the episode, int32 (E,).
-        data_row: row of the first frame in that file, int64 (E,).
-        video_file: by camera, the video file of the episode, integers (E,); -1 without one.
-        video_start_s: by camera, where the episode starts in its video, in seconds, float64 (E,).
-    """
-
-    first_index: np.ndarray
-    frames: np.ndarray
-    data_file: np.ndarray
-    data_row: np.ndarray
-    video_file: dict[str, np.ndarray]
-    video_start_s: dict[str, np.ndarray]
+    first_index: np.ndarray  # `index` of the first frame of the whole episode, int64 (E,)
+    frames: np.ndarray  # frames of the whole episode, int64 (E,)
+    data_file: np.ndarray  # int32 (E,)
+    data_row: np.ndarray  # row of the first frame in the data file, int64 (E,)
+    video_file: dict[str, np.ndarray]  # by camera, integers (E,); -1 without a video
+    video_start_s: dict[str, np.ndarray]  # by camera, where the episode starts in its video, seconds, float64 (E,)
 
     def take(self, at: Any) -> LocatedEpisodes:
-        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         selected: dict[str, Any] = {
-            k: {key: a[at] for key, a in v.items()} if isinstance(v, dict) else v[at] for k, v in columns.items()
+            name: {key: array[at] for key, array in column.items()} if isinstance(column, dict) else column[at]
+            for name, column in vars(self).items()
         }
         return LocatedEpisodes(**selected)
 
@@ -93,17 +84,11 @@ class LocatedEpisodes(Episodes):
 
 @dataclass(frozen=True)
 class ReadContext:
-    """Context shared by all read tasks of an execution. Each node holds one copy.
+    """Context shared by all read tasks of an execution. Each node holds one copy."""
 
-    Attributes:
-        plan: plan of the rows, with `LocatedEpisodes`.
-        readers: files of the datasets.
-        prepare: function applied to each block; None for none.
-    """
-
-    plan: Plan
+    plan: Plan  # of `LocatedEpisodes`
     readers: Sequence[DatasetFiles]
-    prepare: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None
+    prepare: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None  # applied to each block
 
 
 @dataclass
@@ -156,12 +141,9 @@ class _Output:
 
 
 def read_rows(context: ReadContext, runs: np.ndarray, options: ReadOptions) -> Iterator[pa.Table]:
-    """Decode the rows at stream positions `runs` and yield them in order, as prepared blocks of `block_rows`.
+    """Decode the rows at stream positions `runs`, int64 (N, 2), and yield them in order, as blocks of `block_rows`.
 
     Runs in a Ray Data read task. Memory holds all rows once, plus a block, a frame and the touched row groups.
-
-    Args:
-        runs: stream positions [start, end) in order, int64 (N, 2).
     """
     episodes = _group_by_episode(context, runs)
     positions = np.concatenate([np.arange(*run) for run in runs.tolist()])
@@ -360,15 +342,6 @@ def _task_names(e: _Episode, task_index: np.ndarray) -> np.ndarray:
     return np.array([names[number] for number in numbers_found.tolist()], object)[row_number]
 
 
-def _texts(column: pa.ChunkedArray, feature: Feature, label: str) -> pa.ChunkedArray:
-    if feature.dtype == "language":
-        return column
-    try:
-        return column.cast(pa.string())
-    except pa.ArrowException as error:
-        raise ValueError(f"{label}: holds {column.type}, expected text ({error})") from error
-
-
 def row_dtype(feature: Feature) -> np.dtype:
     """Return the dtype of a numeric feature in a row, as in LeRobot's rows: float32, int64 or bool."""
     code = np.dtype(feature.dtype).kind
@@ -401,12 +374,14 @@ def _fill_texts(file: DataFile, key: str, feature: Feature, members: Sequence[_E
             picked = [feature.texts.get(n, "") for n in numbers(column, np.int64, (1,), label).ravel().tolist()]
         elif feature.style:
             picked = [_text_at(*row, feature.style) for row in zip(column.to_pylist(), seconds[inside], strict=True)]
+        elif feature.dtype == "language" and not pa.types.is_string(column.type):
+            # As JSON: the Arrow types of their lists of structs differ from file to file.
+            picked = [json.dumps(value) for value in column.to_pylist()]
         else:
-            values = _texts(column, feature, label)
-            picked = values.to_pylist()
-            # Language columns as JSON: the Arrow types of their lists of structs differ from file to file.
-            if not pa.types.is_string(values.type):
-                picked = [json.dumps(value) for value in picked]
+            try:
+                picked = column.cast(pa.string()).to_pylist()
+            except pa.ArrowException as error:
+                raise ValueError(f"{label}: holds {column.type}, expected text ({error})") from error
         out.column(key, (), object)[position[inside]] = picked
 
 

@@ -18,10 +18,7 @@ Choice = Sequence[int] | Mapping[str, Sequence[int]] | None
 
 
 def read_choice(path: str | Path) -> Choice:
-    """Read episode numbers from a JSON file: [3, 17], or {"/data/a": [3], "s3://bucket/b": [17]}.
-
-    Raises ValueError or FileNotFoundError with the name of the file.
-    """
+    """Read episode numbers from a JSON file: [3, 17], or {"/data/a": [3], "s3://bucket/b": [17]}."""
     try:
         choice = read_foreign_json(Path(path).expanduser())
     except FileNotFoundError:
@@ -35,11 +32,7 @@ def read_choice(path: str | Path) -> Choice:
 
 
 def of_each(choice: Choice, roots: Sequence[str], flag: str) -> list[Sequence[int] | None]:
-    """Split `choice` by dataset; None for a dataset that it does not name.
-
-    Raises:
-        ValueError: `choice` names a dataset outside `roots`, or no dataset although there are several.
-    """
+    """Split `choice` by dataset; None for a dataset that it does not name."""
     if isinstance(choice, Mapping):
         if unknown := sorted(choice.keys() - set(roots)):
             raise ValueError(f"{flag} names {unknown}, which are not among the datasets {list(roots)}")
@@ -59,15 +52,14 @@ def choose_episodes(
 ) -> tuple[np.ndarray, list[str]]:
     """Select episodes of a dataset, and return notes on the other episodes.
 
+    Raises ValueError if an episode is not in the dataset, a pattern matches no task, or no episode is left.
+
     Args:
         episodes: candidates; None for all.
-        exclude: episodes to leave out.
         tasks: shell patterns (*, ?, [...], case ignored); keep episodes with a matching instruction.
         weight: weights of all episodes of the dataset; leave out episodes with weight 0.
     Returns:
         Episode numbers, int64, ascending, and the notes.
-    Raises:
-        ValueError: an episode is not in the dataset, a pattern matches no task, or no episode is left.
     """
     candidates = chosen = select_episodes(meta, episodes)
     if tasks is not None and not any(meta.episode_tasks):
@@ -81,15 +73,9 @@ def choose_episodes(
         chosen = chosen[weight[chosen] > 0]
     notes = []
     if tasks is not None:
-        fitting = _fitting(meta, tasks, chosen)
-        fits = set().union(*fitting.values())
+        fits = _fitting(meta, tasks, chosen)
         matching = [episode for episode in chosen.tolist() if fits.intersection(meta.episode_tasks[episode])]
-        counts = (
-            f"{pattern!r} {sum(bool(texts.intersection(meta.episode_tasks[e])) for e in matching)}"
-            for pattern, texts in fitting.items()
-        )
-        by_pattern = f" (used of each: {', '.join(counts)})" if len(fitting) > 1 else ""
-        left_out.append(f"{len(chosen) - len(matching)} have no task that --dataset.tasks names{by_pattern}")
+        left_out.append(f"{len(chosen) - len(matching)} have no task that --dataset.tasks names")
         chosen = np.asarray(matching, np.int64)
         if mixed := [episode for episode in matching if not fits.issuperset(meta.episode_tasks[episode])]:
             notes.append(
@@ -109,13 +95,13 @@ def tasks_of(meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray) -> lis
     return sorted({task for tasks in listed for task in tasks} if all(listed) else set(meta.tasks.values()))
 
 
-def _fitting(meta: DatasetMetadata, patterns: Sequence[str], episodes: np.ndarray) -> dict[str, set[str]]:
-    """Return the instructions that each pattern matches; each must match one of `episodes`."""
+def _fitting(meta: DatasetMetadata, patterns: Sequence[str], episodes: np.ndarray) -> set[str]:
+    """Return the instructions that patterns match; each must match one of `episodes`."""
     if not patterns:
         raise ValueError(f"{meta.root}: --dataset.tasks names no pattern; leave it out for all tasks")
     all_tasks = sorted({task for tasks in meta.episode_tasks for task in tasks})
     available = {task for episode in episodes.tolist() for task in meta.episode_tasks[episode]}
-    fitting: dict[str, set[str]] = {}
+    fitting: set[str] = set()
     for pattern in patterns:
         matches = {task for task in all_tasks if fnmatch.fnmatchcase(task.lower(), pattern.lower())}
         if not matches:
@@ -130,5 +116,5 @@ def _fitting(meta: DatasetMetadata, patterns: Sequence[str], episodes: np.ndarra
                 f"{len(episodes)} that the other options choose has {sorted(matches)[0]!r}; leave the pattern out, or "
                 "choose others too"
             )
-        fitting[pattern] = matches
+        fitting |= matches
     return fitting

@@ -21,12 +21,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from vla_finetuning.data.dataset import (
-    DatasetMetadata,
-    Feature,
-    known_episodes,
-    select_episodes,
-)
+from vla_finetuning.data.dataset import DatasetMetadata, Feature
 from vla_finetuning.data.parquet_columns import DataFile, Span, numbers, read_groups
 from vla_finetuning.files import write_json
 
@@ -35,7 +30,6 @@ Stats = dict[str, dict[str, np.ndarray]]
 STATISTICS = ("min", "max", "mean", "std", "count", "q01", "q10", "q50", "q90", "q99")
 # Lower and upper statistic of each normalisation range.
 RANGES = (("min", "max"), ("q01", "q99"), ("q10", "q90"))
-_CACHE_FORMAT = 1
 _logger = logging.getLogger(__name__)
 
 
@@ -44,7 +38,7 @@ def complete_stats(
     required: Mapping[str, set[str]],
     *,
     cache_dir: str | Path | None,
-    episodes: Sequence[int] | np.ndarray | None = None,
+    episodes: np.ndarray,
 ) -> Stats:
     """Return the statistics of stats.json, with the missing ones of `required` computed from the columns.
 
@@ -55,22 +49,19 @@ def complete_stats(
             features.
         cache_dir: folder of JSON files with computed statistics, or None. A file is valid while the metadata and the
             sizes and dates of the parquet files are the same.
-        episodes: episodes that the computed statistics describe; None for all.
-    Returns:
-        `{feature: {statistic: array}}`.
+        episodes: episodes that the computed statistics describe, int64, ascending.
     Raises:
         ValueError: a statistic that is not finite or of another shape than its feature; data that contradicts the
             metadata or holds NaN.
         FileNotFoundError: a parquet file is missing.
     """
-    chosen = known_episodes(meta) if episodes is None else select_episodes(meta, episodes)
     absent = {key: sorted(names - meta.stats.get(key, {}).keys()) for key, names in required.items()}
     missing = {key: names for key, names in absent.items() if names}
     stats: Stats = {key: dict(values) for key, values in meta.stats.items()}
     if missing:
         keys = sorted(missing)
         computed = cached_stats(
-            keys, cache_dir, digest(meta, keys, chosen), lambda: compute_as_lerobot(meta, keys, chosen)
+            keys, cache_dir, digest(meta, keys, episodes), lambda: compute_as_lerobot(meta, keys, episodes)
         )
         for key, names in missing.items():
             stats.setdefault(key, {}).update({name: computed[key][name] for name in names})
@@ -81,20 +72,27 @@ def complete_stats(
 def check_stats(meta: DatasetMetadata, required: Mapping[str, set[str]]) -> None:
     """Check the required statistics that the dataset has; LeRobot would normalise with them unchecked.
 
-    Raises:
-        ValueError: a statistic that is not finite or of another shape than its feature, or a lower end of a range that
-            lies above the upper one.
+    Raises ValueError for one that is not finite or of another shape than its feature, or a range upside down.
     """
     for key, required_names in required.items():
-        stats = {name: meta.stats[key][name] for name in sorted(required_names & meta.stats.get(key, {}).keys())}
-        for name, value in stats.items():
-            _check_values(meta, key, name, value)
-        for low, high in RANGES:
-            if low in stats and high in stats and (stats[low] > stats[high]).any():
-                raise ValueError(
-                    f"dataset {meta.root}: {low} of {key!r} is above {high}: {stats[low].tolist()!s:.200} and "
-                    f"{stats[high].tolist()!s:.200}; remove {key!r} from meta/stats.json to have it computed again"
-                )
+        for problem in _problems(meta, key, required_names & meta.stats.get(key, {}).keys()):
+            raise ValueError(
+                f"dataset {meta.root}: {problem}; remove {key!r} from meta/stats.json to have it computed again"
+            )
+
+
+def _problems(meta: DatasetMetadata, key: str, names: set[str]) -> Iterator[str]:
+    stats, feature = meta.stats.get(key, {}), meta.features.get(key)
+    for name in sorted(names):
+        value = stats[name]
+        expected = (1,) if name == "count" else feature.shape if feature and len(feature.shape) == 1 else value.shape
+        if not np.isfinite(value).all():
+            yield f"statistic {name!r} of {key!r} is not finite: {value.tolist()!s:.200}"
+        if value.shape != expected:
+            yield f"statistic {name!r} of {key!r} has shape {value.shape}, expected {expected}"
+    for low, high in RANGES:
+        if {low, high} <= names and (stats[low] > stats[high]).any():
+            yield (f"{low} of {key!r} is above {high}: {stats[low].tolist()!s:.200} and {stats[high].tolist()!s:.200}")
 
 
 def episode_arrays(
@@ -105,18 +103,10 @@ def episode_arrays(
     first_rows: Sequence[int],
     lengths: Sequence[int],
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Yield the index and the values by feature of each episode of one parquet file.
+    """Yield the number and the values by feature of each of some `episodes` of one parquet file.
 
-    Read only the row groups that hold the episodes.
-
-    Args:
-        path: path of the parquet file inside `fs`.
-        features: numeric features.
-        episodes: indices of the episodes.
-        first_rows: first row of each episode in the file.
-        lengths: number of frames of each episode.
-    Raises:
-        ValueError: rows of another episode, or a value that is missing or not finite.
+    Read only the row groups that hold the episodes, `lengths` rows from `first_rows` in the file. Raises ValueError for
+    rows of another episode, or a value that is missing or not finite.
     """
     columns = {column.key: column for feature in features for column in feature.columns}
     spans = [Span(f"episode {e}", a, a + n) for e, a, n in zip(episodes, first_rows, lengths, strict=True)]
@@ -144,22 +134,6 @@ def episode_arrays(
         yield episode, data
 
 
-def _check_values(meta: DatasetMetadata, key: str, name: str, value: np.ndarray) -> None:
-    label = f"dataset {meta.root}: statistic {name!r} of {key!r}"
-    if not np.isfinite(value).all():
-        raise ValueError(
-            f"{label} is not finite: {value.tolist()!s:.200}; remove {key!r} from meta/stats.json to have it "
-            "computed again"
-        )
-    feature = meta.features.get(key)
-    expected = (1,) if name == "count" else feature.shape if feature and len(feature.shape) == 1 else value.shape
-    if value.shape != expected:
-        raise ValueError(
-            f"{label} has shape {value.shape}, expected {expected}; remove {key!r} from meta/stats.json to "
-            "have it computed again"
-        )
-
-
 def cached_stats(keys: Sequence[str], cache_dir: str | Path | None, digest: str, compute: Callable[[], Stats]) -> Stats:
     """Return all statistics of `keys` from the cache file of `digest`, or compute and cache them."""
     if cache_dir is None:
@@ -179,13 +153,7 @@ def cached_stats(keys: Sequence[str], cache_dir: str | Path | None, digest: str,
 
 
 def compute_as_lerobot(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray) -> Stats:
-    """Compute the statistics of numeric features in `episodes` (int64, ascending) by LeRobot's own code.
-
-    Run on the driver, without Ray.
-
-    Raises:
-        ValueError, FileNotFoundError: as `complete_stats`.
-    """
+    """Compute the statistics of numeric features in `episodes` (int64, ascending) by LeRobot's own code."""
     from lerobot.datasets.compute_stats import aggregate_stats, compute_episode_stats
 
     features = {key: meta.features[key] for key in keys}
@@ -204,11 +172,7 @@ def compute_as_lerobot(meta: DatasetMetadata, keys: Sequence[str], episodes: np.
 
 
 def in_threads[T](meta: DatasetMetadata, episodes: np.ndarray, describe: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Call `describe` on each parquet file that holds some of the episodes, in threads, and return the results.
-
-    Args:
-        describe: function of a file as `files_of` returns it. Its ValueError and OSError get the dataset's name.
-    """
+    """Call `describe` on each file of `files_of`, in threads. Its ValueError and OSError get the dataset's name."""
     with ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0)))) as pool:
         try:
             return list(pool.map(describe, files_of(meta, episodes)))
@@ -241,13 +205,13 @@ def digest(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray, met
 
     sha = hashlib.sha256()
     description = {
-        "format": _CACHE_FORMAT,
         "lerobot": lerobot.__version__,
         "root": meta.base,
         "features": {key: stored_as(f) for key, f in meta.features.items() if key in keys},
         "data_files": meta.data_files,
         "listing": _listing(meta),
-    } | ({} if method is None else {"how": method})
+        "method": method,
+    }
     sha.update(json.dumps(description, sort_keys=True).encode())
     for array in (meta.episode_length, meta.episode_data_file, meta.episode_data_row, episodes):
         sha.update(np.ascontiguousarray(array).tobytes() + b"|")

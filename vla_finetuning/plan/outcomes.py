@@ -28,12 +28,8 @@ def episode_success(
 ) -> tuple[np.ndarray, ...]:
     """Return whether each episode succeeded, by dataset: bool (E,), False for episodes that are not chosen.
 
-    Args:
-        episodes: int64 arrays, the chosen episodes of each dataset; others are not read.
-        roots, named: as for `episode_weights`.
-    Raises:
-        ValueError: no such column or file, or the file lacks a chosen episode.
-        FileNotFoundError: no such file.
+    Others than the chosen `episodes` are not read. `roots` and `named` are as for `episode_weights`. Raises ValueError
+    if there is no such column, or the file lacks a chosen episode.
     """
     outcomes = [np.zeros(meta.num_episodes, bool) for meta in metas]
     if not options.success.startswith("@"):
@@ -56,10 +52,7 @@ def corrected_frames(
 ) -> tuple[np.ndarray, ...]:
     """Return which frames a person corrected, by dataset: bool (F,), False outside the chosen `episodes`.
 
-    A dataset without such a column has no corrections.
-
-    Raises:
-        ValueError: no dataset has the column that is named, or none is named and a dataset has several.
+    A dataset without such a column has no corrections. Errors are those of `intervention_columns`.
     """
     return tuple(
         np.zeros(meta.total_frames, bool)
@@ -70,7 +63,10 @@ def corrected_frames(
 
 
 def intervention_columns(options: OutcomeOptions, metas: Sequence[DatasetMetadata]) -> tuple[str | None, ...]:
-    """Return each dataset's column of corrections, None if it has none. Raises as `corrected_frames`."""
+    """Return each dataset's column of corrections, None if it has none.
+
+    Raises ValueError if no dataset has the column that is named, or none is named and a dataset has several.
+    """
     candidates = INTERVENTIONS if options.intervention is None else (options.intervention,)
     columns = [[name for name in candidates if name in meta.features] for meta in metas]
     if options.intervention is not None and not any(columns):

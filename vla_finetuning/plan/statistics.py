@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from lerobot.configs.policies import PreTrainedConfig
@@ -50,9 +50,7 @@ CONSTANT_RANGE = 0.01
 def with_statistics(config: Config, rows: Rows, robots: Sequence[Robot]) -> tuple[Config, tuple[Robot, ...]]:
     """Decide --dataset.statistics=auto, with one result for all robots.
 
-    Returns:
-        The options with "exact", "stored" or "lerobot"; the robots with their statistics, or with the names of the
-        statistics to compute (`missing_stats`).
+    Robots get their statistics, or the names of the statistics to compute (`missing_stats`).
     """
     pairs = [(rows.select_datasets(robot.datasets), robot) for robot in robots]
     decided = [_decide_robot(config, *pair) for pair in pairs]
@@ -73,17 +71,29 @@ def _decide_robot(config: Config, rows: Rows, robot: Robot) -> tuple[Robot, Mode
     missing = missing_stats(metas, needed, () if relative is None else ("action",))
     for meta in metas if d.statistics != "exact" else ():
         check_stats(meta, {key: names for key, names in needed.items() if relative is None or key != "action"})
-    decision = decide(config, metas, rows.train_episodes, needed, missing, relative, rows.rename_map)
-    if decision.described and not d.mixed_ranges:
+    vectors = needed_of_vectors(metas[0].features, needed)
+    lines, misdescribed = _compare(d, rows, vectors, relative)
+    mode: Mode = d.statistics
+    if mode == "auto":
+        quantiles = any(name.startswith("q") for names in vectors.values() for name in names)
+        computed = missing.keys() & vectors or misdescribed or quantiles and len(metas) > 1
+        mode = "exact" if computed else "stored"
+    if mode == "stored" and missing:
+        raise ValueError(
+            "--dataset.statistics=stored, and what the policy is normalised by is not in meta/stats.json of the dataset"
+            f"{'s' * (len(metas) > 1)} {', '.join(meta.root for meta in metas)}: {_format_names(missing)}; leave the "
+            "flag out"
+        )
+    if not (missing or misdescribed or d.mixed_ranges):
         check_ranges(metas, keys)
-    if decision.statistics == "exact":
-        missing = needed_of_vectors(metas[0].features, needed)
+    lines = [_describe_choice(d, mode, vectors, missing, misdescribed, len(metas)), *lines]
+    if mode == "exact":
+        missing = vectors
     stats: Stats = {}
     if not missing:
         joint = joint_stats(config, metas, rows.identity["rows_per_source"])
-        d = replace(d, statistics=decision.statistics)
-        stats = normalisation_stats(d, policy_config, metas, cameras, keys, joint)
-    return replace(robot, stats=stats, missing_stats=missing, statistics=decision.lines), decision.statistics
+        stats = normalisation_stats(replace(d, statistics=mode), policy_config, metas, cameras, keys, joint)
+    return replace(robot, stats=stats, missing_stats=missing, statistics=tuple(lines)), mode
 
 
 def with_placeholders(robot: Robot, metas: Sequence[DatasetMetadata]) -> Robot:
@@ -100,57 +110,24 @@ def with_placeholders(robot: Robot, metas: Sequence[DatasetMetadata]) -> Robot:
     return replace(robot, stats=stats)
 
 
-class Decision(NamedTuple):
-    """The result of `decide`.
-
-    Attributes:
-        statistics: the decided --dataset.statistics.
-        described: whether the stored statistics exist and describe the data.
-        lines: lines for the plan.
-    """
-
-    statistics: Mode
-    described: bool
-    lines: tuple[str, ...]
-
-
-def decide(
-    config: Config,
-    metas: Sequence[DatasetMetadata],
-    episodes: Sequence[np.ndarray],
-    needed: Needed,
-    missing: Needed,
-    relative: RelativeActions | None,
-    rename_map: Mapping[str, str],
-) -> Decision:
-    """Decide --dataset.statistics=auto, and compare the stored statistics with a sample of rows (`sample_rows`).
-
-    A pure function of the datasets.
-
-    Args:
-        episodes: training episodes per dataset.
-        needed: `{feature: names of statistics}` for the policy's normalisation.
-        missing: the part of `needed` that stats.json lacks.
-        relative: how the policy's actions are relative; None for absolute ones.
-        rename_map: names in rows -> the policy's names.
-    Raises:
-        ValueError: --dataset.statistics=stored with missing statistics.
-    """
-    requested = config.dataset.statistics
+def _compare(
+    d: DatasetOptions, rows: Rows, vectors: Needed, relative: RelativeActions | None
+) -> tuple[list[str], list[str]]:
+    """Compare stored statistics with a sample of rows; return lines for the plan, and features that do not fit."""
     normalisers = {"std"}.union(*RANGES)
-    vectors = {key: names & normalisers for key, names in needed_of_vectors(metas[0].features, needed).items()}
     lines, misdescribed = [], []
-    for meta, chosen in zip(metas, episodes, strict=True):
-        movement = movement_of(meta, rename_map, config.dataset.skip_idle)
-        rows, read = sample_rows(meta, chosen, list(vectors), movement) if vectors else ({}, 0)
-        label = f"{meta.root}: " if len(metas) > 1 else ""
-        if read:
-            count = len(next(iter(rows.values())))
-            lines.append(f"{label}looked at {count:,} rows of {read} of the {len(chosen):,} training episodes")
+    for meta, chosen in zip(rows.metas, rows.train_episodes, strict=True):
+        movement = movement_of(meta, rows.rename_map, d.skip_idle)
+        sample, read = sample_rows(meta, chosen, list(vectors), movement) if vectors else ({}, 0)
+        if not read:
+            continue
+        label = f"{meta.root}: " if len(rows.metas) > 1 else ""
+        count = len(next(iter(sample.values())))
+        lines.append(f"{label}looked at {count:,} rows of {read} of the {len(chosen):,} training episodes")
         for key, names in vectors.items():
-            if not read or relative is not None and key == ACTION:
+            if relative is not None and key == ACTION:
                 continue
-            share = _share_outside(meta, key, names, rows[key])
+            share = _share_outside(meta, key, names, sample[key])
             if share is not None:
                 (low, high), shares = share
                 worst = _entry_names(meta, key, len(shares))[int(shares.argmax())]
@@ -160,47 +137,34 @@ def decide(
                 )
                 if shares.max() > LIMITS[low, high]:
                     misdescribed.append(key)
-            if names and requested != "lerobot" and (constant := _constant_dimensions(meta, key, rows[key])):
+            constant = _constant_dimensions(meta, key, sample[key])
+            if constant and names & normalisers and d.statistics != "lerobot":
                 lines.append(
                     f"{label}{key}: {constant} never changes there; it is normalised by {CONSTANT_RANGE:.0%} of its "
                     "value (at least of 1), where LeRobot would divide by 1e-8"
                 )
-    mode: Mode = requested
-    quantiles = any(name.startswith("q") for names in vectors.values() for name in names)
-    if requested == "auto":
-        several = quantiles and len(metas) > 1
-        mode = "exact" if missing.keys() & vectors or misdescribed or several else "stored"
-    if mode == "stored" and missing:
-        raise ValueError(
-            "--dataset.statistics=stored, and what the policy is normalised by is not in meta/stats.json of the dataset"
-            f"{'s' * (len(metas) > 1)} {', '.join(meta.root for meta in metas)}: {_format_names(missing)}; leave the "
-            "flag out"
-        )
-    skips = config.dataset.skip_idle is not None
-    lines = [_describe_choice(requested, mode, vectors, missing, misdescribed, len(metas), skips), *lines]
-    return Decision(mode, not missing and not misdescribed, tuple(lines))
+    return lines, misdescribed
 
 
 def _describe_choice(
-    requested: str, mode: str, vectors: Needed, missing: Needed, misdescribed: Sequence[str], datasets: int, skips: bool
+    d: DatasetOptions, mode: Mode, vectors: Needed, missing: Needed, misdescribed: Sequence[str], datasets: int
 ) -> str:
     wrong = ", ".join(dict.fromkeys(misdescribed))
     if mode == "exact":
         if not vectors:
             return "none of vectors are needed"
         text = "computed before training, over all frames of the training episodes"
-        text += " that --dataset.skip_idle leaves" * skips
-        if requested == "auto":
-            if misdescribed:
-                text += (
-                    f": those stored do not describe {wrong} (LeRobot averages the episodes' quantiles); "
-                    "--dataset.statistics=stored trains with them"
-                )
-            elif missing:
-                text += f": meta/stats.json lacks {_format_names(missing)}"
-            elif datasets > 1:
-                text += ": quantiles of several datasets cannot be joined from their own"
-        return text
+        text += " that --dataset.skip_idle leaves" * (d.skip_idle is not None)
+        if d.statistics == "exact":
+            return text
+        if misdescribed:
+            return (
+                f"{text}: those stored do not describe {wrong} (LeRobot averages the episodes' quantiles); "
+                "--dataset.statistics=stored trains with them"
+            )
+        if missing:
+            return f"{text}: meta/stats.json lacks {_format_names(missing)}"
+        return f"{text}: quantiles of several datasets cannot be joined from their own"
     text = "those in meta/stats.json"
     if mode == "lerobot":
         text += ", as LeRobot reads them"
@@ -220,7 +184,7 @@ def _share_outside(
 ) -> tuple[tuple[str, str], np.ndarray] | None:
     """Return the names of a feature's range, as q01 and q99, and each dimension's share of values outside of it.
 
-    Returns None if the feature is not normalised by a range, or the stored one is incomplete.
+    None if the feature is not normalised by a range, or the stored one is incomplete.
     """
     stored = stats_in_row_order(meta, key)
     for ends in RANGES:
@@ -254,18 +218,10 @@ def movement_of(meta: DatasetMetadata, rename_map: Mapping[str, str], skip_idle:
 def compute_stats(
     config: Config, trained: Rows, missing: Needed, relative: RelativeActions | None, cache_dir: Path
 ) -> tuple[tuple[DatasetMetadata, ...], Stats]:
-    """Compute missing statistics of each dataset and of all datasets together.
+    """Return the metadata with missing statistics of each dataset, and the statistics of all datasets together.
 
-    With mixture_stats "weights", a dataset's weight is its number of rows in an epoch.
-
-    Args:
-        trained: rows of the run; frames that --dataset.skip_idle leaves out do not count.
-        missing: names of the statistics to compute, by feature.
-        relative: how actions are relative; None for absolute ones.
-    Returns:
-        The metadata with each dataset's statistics; the joint statistics.
-    Raises:
-        ValueError, FileNotFoundError: a data file is missing or damaged.
+    With mixture_stats "weights", a dataset's weight is its number of rows in an epoch. Frames that --dataset.skip_idle
+    leaves out do not count. Raises ValueError or FileNotFoundError for a data file that is missing or damaged.
     """
     metas, rows = trained.metas, trained.identity["rows_per_source"]
     steps = trained.features.window_steps or (1,) * len(metas)
@@ -317,9 +273,7 @@ def _compute_as_lerobot(
         stats = complete_stats(meta, absolute, cache_dir=cache_dir, episodes=episodes)
         if relative is not None and ACTION in missing:
             stats[ACTION] = relative_action_stats(meta, relative, cache_dir=cache_dir, episodes=episodes)
-        result = replace(meta, stats=stats)
-        check_stats(result, missing)
-        return result
+        return replace(meta, stats=stats)
 
     episodes = known_episodes(meta)
     try:
@@ -392,10 +346,8 @@ def missing_stats(
 ) -> Names:
     """Return the needed statistics that are not stored in every dataset, and all of features `always`.
 
-    For several datasets, also the statistics from which LeRobot joins them.
-
-    Raises:
-        ValueError: statistics of cameras are missing.
+    For several datasets, also the statistics from which LeRobot joins them. Raises ValueError if ones of cameras are
+    missing.
     """
     if len(metas) > 1:
         needed = {key: names | AGGREGATED for key, names in needed.items()}
@@ -422,12 +374,7 @@ def normalisation_stats(
     keys: Sequence[str],
     stats: Stats,
 ) -> Stats:
-    """Return the policy's normalisation statistics: `stats` with widened ranges, and ImageNet's for cameras.
-
-    Args:
-        keys: features that the policy uses.
-        stats: joint statistics of all datasets.
-    """
+    """Return the policy's normalisation statistics: joint `stats` with widened ranges, and ImageNet's for cameras."""
     if not d.mixed_ranges:
         check_ranges(metas, keys)
     if d.statistics != "lerobot":
@@ -459,10 +406,6 @@ def check_absolute_dimensions(options: Sequence[str], configs: Sequence[PreTrain
     """Refuse a joint in --policy.relative_exclude_joints that matches no dimension of any robot.
 
     LeRobot's default and a policy's own list may name unknown joints; the plan says so.
-
-    Args:
-        options: options of the policy on the command line.
-        configs: the policy's configuration for each robot.
     """
     flag = "relative_exclude_joints"
     if not any(option.removeprefix("--").partition("=")[0] == flag for option in options):
@@ -484,13 +427,7 @@ def check_absolute_dimensions(options: Sequence[str], configs: Sequence[PreTrain
 
 
 def check_run_statistics(job: Job, policy: PolicySpec) -> None:
-    """Write the statistics into the run's folder; for a run with a checkpoint, compare them with the file's instead.
-
-    Runs on the driver.
-
-    Raises:
-        ValueError: a run with a checkpoint has other statistics than before.
-    """
+    """Write the statistics into the run's folder; refuse others than before for a run with a checkpoint."""
     path = job.output_dir / STATISTICS_NAME
     stats = {
         f"{robot.name}/{feature}" if robot.name else feature: {
