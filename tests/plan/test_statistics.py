@@ -75,22 +75,14 @@ def test_what_does_not_is_replaced_and_the_plan_says_so(setting):
         assert_numpys(run.robots[0].stats[key], rows_of(meta, key, range(4)))
 
 
-@pytest.mark.parametrize("asked", ["stored", "lerobot"])
-def test_whoever_asks_for_them_gets_them_with_a_warning(setting, asked):
-    run = in_process.resolved(averaged(setting), **{"dataset.statistics": asked})
-    assert not run.robots[0].missing_stats and run.config.dataset.statistics == asked
+def test_whoever_asks_for_them_gets_them_with_a_warning(setting):
     stored = load_metadata(averaged(setting)[1]).stats
-    for key in VECTORS:
-        np.testing.assert_equal(dict(run.robots[0].stats[key]), stored[key])
+    for asked in ("stored", "lerobot"):
+        run = in_process.resolved(averaged(setting), **{"dataset.statistics": asked})
+        assert not run.robots[0].missing_stats and run.config.dataset.statistics == asked
+        for key in VECTORS:
+            np.testing.assert_equal(dict(run.robots[0].stats[key]), stored[key])
     assert "WARNING: they do not describe" in describe(run) and "--dataset.statistics=exact" in describe(run)
-
-
-def test_exact_is_of_the_training_episodes(setting):
-    run = with_stats(in_process.resolved(setting, **{"dataset.statistics": "exact", "dataset.eval_split": 0.5}))
-    (train,), (held_out,) = run.rows.train_episodes, run.rows.eval_episodes
-    assert len(train) == len(held_out) == 2
-    for key in VECTORS:
-        assert_numpys(run.robots[0].stats[key], rows_of(load_metadata(setting[1]), key, train))
 
 
 def test_what_is_stored_does_not_matter_where_it_is_not_used(setting, tmp_path):
@@ -115,8 +107,7 @@ def test_what_is_missing(setting, tmp_path):
         in_process.resolved(changed, **{"dataset.statistics": "stored"})
 
 
-@pytest.mark.parametrize("damage", ["file", "NaN"])
-@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize(("damage", "relative"), [("file", True), ("NaN", False)])
 def test_lerobots_statistics_without_an_excluded_episode_that_cannot_be_read(setting, tmp_path, damage, relative):
     """They are those of all episodes where all can be read, and otherwise of those that are chosen."""
     folder, _, base = setting
