@@ -47,6 +47,16 @@ class LogOptions(CheckpointOptions):
         requires={"eval_steps": "it is of the held-out loss, which is not measured"},
     )
 
+    def describe_held_out(self, rows: int, held_out: int, tasks: int) -> list[str]:
+        """Return the plan's lines on the held-out loss, which is measured on `rows` of the `held_out` rows."""
+        lines = [
+            f"Held out     the loss on {rows} of {held_out} held-out frames of {tasks} tasks, every {self.eval_steps} "
+            "steps and at the end; always with the same noise and times"
+        ]
+        if rows < held_out:
+            lines.append("             evenly spaced in each task (lerobot-train takes each task's first frames)")
+        return lines
+
     @property
     def best_kept(self) -> int:
         """Return the number of best checkpoints to keep besides the newest."""
@@ -88,6 +98,17 @@ class BestCheckpointOptions(LogOptions):
         "Source of OUTPUT_DIR/pretrained_model: the last step, or the checkpoint with the lowest held-out loss.",
         requires={"eval_steps": "the best by the held-out loss, which is not measured"},
     )
+
+    def describe_checkpoints(self, folder: str) -> list[str]:
+        """Return the plan's lines on checkpoints."""
+        loss = "held-out loss" if self.eval_steps else "training loss"
+        measure = "success" if self.keep_best_by == "success" else loss
+        best = f" and the {self.best_kept} best by {measure}" if self.best_kept else ""
+        exported = "; the best one is exported" if self.export == "best" else ""
+        return [
+            f"Checkpoints  every {self.save_freq} steps and at the end, keeping the last {self.keep_checkpoints}"
+            f"{best}, in {folder}{exported}"
+        ]
 
     @property
     def best_kept(self) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, cache_gb
 from vla_finetuning.options.fields import option, refuse_address
 from vla_finetuning.options.mixture import members, robots
 
@@ -218,8 +220,51 @@ class DatasetOptions:
                 "which data? give --dataset.root PATH_OR_URI or --dataset.repo_id ID, or use --preset demo"
             )
 
+    def describe_cached_frames(self, folder: str | None, size: int, nodes: str, read_again: bool) -> list[str]:
+        """Return the plan's lines on cached frames.
+
+        Args:
+            folder: folder of the cache; None if no frames are cached.
+            size: bytes of all decoded frames.
+            nodes: phrase that says which nodes cache the frames.
+            read_again: whether the run reads a frame more than once.
+        """
+        if self.frame_cache is None:
+            return []
+        if folder is not None:
+            return [f"             decoded once: {size / 1e9:.1f} GB of frames are cached in {folder}, {nodes}"]
+        if not size:
+            return ["             none are cached (--dataset.frame_cache=auto): there is no camera"]
+        if not read_again:
+            return ["             none are cached (--dataset.frame_cache=auto): none are read twice"]
+        return [
+            f"             decoded in every epoch: {size / 1e9:.1f} GB of frames are more than VLA_CACHE_GB="
+            f"{cache_gb(FRAME_CACHE_GB):g}, or than fits the disk of {FRAMES_DIR} with a margin, or that is memory "
+            "(--dataset.frame_cache=DIR keeps what fits)"
+        ]
+
     @property
     def roots(self) -> list[str]:
         """Return the datasets' locations from --dataset.mixture or --dataset.root; an empty list if both are absent."""
         listed = [part.strip() for part in (self.root or "").split(",")]
         return list(self.mixture or ()) or [root for root in listed if root]
+
+
+def describe_image_size(size: Sequence[int] | None, row_bytes: int, stored_bytes: int | None) -> list[str]:
+    """Return the plan's lines on the size of frames.
+
+    Args:
+        size: height and width in pixels; None for frames as stored.
+        row_bytes: bytes of a row with resized frames.
+        stored_bytes: bytes of a row with frames as stored; None if unknown.
+    """
+    if size is None:
+        return ["Images       as stored, bit for bit as LeRobot reads them"]
+    smaller = f"; rows of {row_bytes / 1e6:.2f} MB"
+    if stored_bytes:
+        smaller += f" instead of {stored_bytes / 1e6:.2f}"
+    return [
+        f"Images       fitted into {'x'.join(map(str, size))} where they are decoded{smaller}",
+        "             what the policy would do itself, within one level of uint8 (--dataset.image_size=stored leaves "
+        "it to the policy)",
+    ]

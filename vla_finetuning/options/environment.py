@@ -51,6 +51,17 @@ class EvalOptions:
     )
 
 
+def describe_trial(environment: EnvironmentOptions, options: EvalOptions, every: int) -> list[str]:
+    """Return the plan's lines on evaluations during training, `every` so many steps; 0 for the last step only."""
+    if environment.env_type is None:
+        return []
+    when = f"every {every} steps and at the end" if every else "at the end"
+    return [
+        f"Environment  {' '.join([environment.env_type, *environment.env_options])}: checkpoints play "
+        f"{options.n_episodes} episodes of each task, {when}, beside the training",
+    ]
+
+
 def check_recorded(root: str | None, flag: str) -> None:
     """Refuse an address of an object store as the folder of a recorded dataset."""
     if root is not None and "://" in root:

@@ -34,6 +34,13 @@ class RecapOptions:
         file="path",
     )
 
+    def describe(self, positive_share: float) -> list[str]:
+        """Return the plan's lines on labels."""
+        return [
+            f"Advantages   in prompts, of {self.labels}: {positive_share:.0%} of the training frames positive; "
+            f"{LABEL_DROPOUT:.0%} of the rows without"
+        ]
+
 
 @dataclass
 class OutcomeOptions:

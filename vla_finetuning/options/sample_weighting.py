@@ -42,3 +42,11 @@ class SampleWeightingOptions:
             raise ValueError(
                 f"--sample_weighting.extra_params: fallback_weight is {fallback!r:.50}, expected a number of at least 0"
             )
+
+
+def describe_weights(weights: Any) -> list[str]:
+    """Return the plan's lines on the weights of frames, an array."""
+    return [
+        f"Weighted     rows in the loss, by RA-BC: of {len(weights)} frames {(weights == 0).sum()} weigh 0 and "
+        f"{(weights == 1).sum()} weigh 1; each micro-batch for itself, as lerobot-train"
+    ]

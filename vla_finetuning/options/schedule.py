@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vla_finetuning.options.fields import option
+from vla_finetuning.options.scaling import WorkerOptions
 
 
 @dataclass
@@ -40,6 +41,19 @@ class LengthOptions(LearningOptions):
         above=0,
     )
     grad_accum: int = option(1, "Number of micro-batches of a step on each worker.", min=1)
+
+    def describe_steps(
+        self, workers: WorkerOptions, steps: int, rows_per_epoch: int, log_freq: int, equal_epochs: bool
+    ) -> list[str]:
+        """Return the plan's lines on batches and steps. `equal_epochs`: every epoch has `rows_per_epoch` rows."""
+        batch = self.batch_size * self.grad_accum * workers.num_workers
+        return [
+            f"Batch        {self.batch_size} rows x {self.grad_accum} micro-steps x {workers.num_workers} workers = "
+            f"{batch} per step" + (", with fewer workers too" if workers.min_workers else ""),
+            f"Steps        {steps} ({steps * batch / rows_per_epoch:.2f} epochs of {rows_per_epoch} rows"
+            f"{'' if equal_epochs else ' on average'}, {rows_per_epoch / batch:.1f} steps each); a line every "
+            f"{log_freq}",
+        ]
 
 
 @dataclass

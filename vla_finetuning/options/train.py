@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
+from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.options.fields import option, refuse_address
 
 TrainMode = Literal["heads", "expert", "full"]
@@ -154,8 +157,47 @@ class TrainOptions(StepOptions):
         writes = f", writes {self.text_targets}" if self.text_targets else ""
         return self.mode + ", insulated" * self.knowledge_insulation + writes
 
+    def describe_augmentation(self, transforms: ImageTransformOptions, wrist: Sequence[str]) -> list[str]:
+        """Return the plan's lines on augmentation. `wrist` names the cameras with changes of colour only."""
+        draw = "drawn for each camera of each row anew in every epoch, on the device"
+        if transforms.enable:
+            names = ", ".join(transforms.tfs) or "LeRobot's"
+            return [f"Augmented    by {transforms.max_num_transforms} of the transforms {names}; {draw}"]
+        if self.augmentation == "openpi":
+            only = f"; only the colours of {', '.join(wrist)}" if wrist else "; no camera has 'wrist' in its name"
+            return [f"Augmented    as in openpi: crop, turn, brightness, contrast, saturation{only}; {draw}"]
+        return [
+            "             not augmented, as in lerobot-train (--dataset.image_transforms.enable, --train.augmentation)"
+        ]
+
     def check(self, config: Any) -> None:
         refuse_address("--train.feature_cache", self.feature_cache)
+
+    def describe_feature_cache(
+        self, frames: int, feature_bytes: Sequence[int], frame_bytes: int, precision: str, nodes: str, fits: bool
+    ) -> list[str]:
+        """Return the plan's lines on cached features of the vision tower.
+
+        Args:
+            frames: number of frames of each camera.
+            feature_bytes: bytes of a frame's features, by camera.
+            frame_bytes: bytes of all decoded frames.
+            precision: dtype of features in words.
+            nodes: phrase that says which nodes cache the features.
+            fits: whether all features fit the disk and the limit.
+        """
+        size = frames * sum(feature_bytes)
+        sizes = f"{max(feature_bytes) / 1e3:.0f} kB a camera and frame, {precision}"
+        lines = [
+            f"Features     of the vision tower, which sees each frame once: {size / 1e9:.1f} GB ({sizes})",
+            f"             are cached in {self.feature_cache}, {nodes}; the frames are {frame_bytes / 1e9:.1f} GB",
+        ]
+        if not fits:
+            lines.append(
+                f"             TOO MANY for VLA_CACHE_GB={cache_gb(FRAME_CACHE_GB):g}, or for its disk with a margin: "
+                "what does not fit is computed in every epoch"
+            )
+        return lines
 
 
 @dataclass
@@ -167,3 +209,12 @@ class EmaOptions:
     decay: float = option(
         0.99, "Decay of the average per step: 0.99 averages about the last 100 steps.", above=0, below=1
     )
+
+    def describe(self) -> list[str]:
+        """Return the plan's lines on the average."""
+        if not self.enable:
+            return []
+        steps = 1 / (1 - self.decay)
+        return [
+            f"Average      of the weights that train, about the last {steps:.0f} steps: it is measured and exported"
+        ]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from vla_finetuning.buckets.mirror import address
 from vla_finetuning.data.disk_cache import describe_numbers, has_capacity
-from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, cache_gb
+from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
+from vla_finetuning.options.dataset import describe_image_size
+from vla_finetuning.options.environment import describe_trial
 from vla_finetuning.options.mixture import members
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import Config
-from vla_finetuning.options.recap import LABEL_DROPOUT
+from vla_finetuning.options.sample_weighting import describe_weights
 from vla_finetuning.options.schedule import REHEARSAL_ROWS_PER_S
 from vla_finetuning.plan.mixture_look import tabulate
 from vla_finetuning.plan.resolve import Run
@@ -30,6 +31,7 @@ from vla_finetuning.terminal import escaped
 def describe(run: Run) -> str:
     """Return the plan as text: datasets, policy, mapping of features, batches and steps, checkpoints."""
     config, job, rows, policy = run.config, run.job, run.rows, run.policy
+    cache, positive = rows.reading.frame_cache, rows.positive_share
     lines = [
         *_datasets(config, rows),
         *_indented("Mixture", _mixture(run)),
@@ -37,16 +39,24 @@ def describe(run: Run) -> str:
         *_policy(config, policy),
         *_features(run),
         *(f"Note         {note}" for note in run.notes),
-        *_images(config, policy, rows),
-        *_cached_frames(config, rows),
+        *describe_image_size(rows.image_size, rows.rates["decoded_bytes_per_s"], rows.stored_bytes),
+        *config.train.describe_augmentation(
+            config.dataset.image_transforms, [key for key in policy.config.image_features if WRIST in key]
+        ),
+        *config.dataset.describe_cached_frames(
+            cache.folder if cache else None, rows.cached_bytes, _nodes(rows), rows.last_row > rows.per_epoch
+        ),
         *_cached_features(config, policy, rows),
         describe_numbers(),
         *_steps(config, job.steps, rows),
         *_indented("Learning", policy.recipe.describe(job.steps)),
         *describe_shuffling(config, rows),
-        *_loss(config, rows),
+        *([] if rows.weights is None else describe_weights(rows.weights)),
+        *([] if positive is None else config.recap.describe(positive)),
+        *config.ema.describe(),
         *_held_out(config, rows),
-        *_checkpoints(config, address(job.checkpoints_dir)),
+        *config.describe_checkpoints(address(job.checkpoints_dir)),
+        *describe_trial(config, config.eval, config.env_eval_freq),
         *config.scaling.describe(job.use_gpu, config.train.precision),
     ]
     return "\n".join(map(escaped, lines))
@@ -157,77 +167,9 @@ def _policy(config: Config, policy: PolicySpec) -> list[str]:
     return lines
 
 
-def _images(config: Config, policy: PolicySpec, rows: Rows) -> list[str]:
-    """Describe the size of frames and their augmentation."""
-    lines = ["Images       as stored, bit for bit as LeRobot reads them"]
-    if rows.image_size is not None:
-        before = f" instead of {rows.stored_bytes / 1e6:.2f}" if rows.stored_bytes else ""
-        lines = [
-            f"Images       fitted into {_size(rows.image_size)} where they are decoded; rows of "
-            f"{rows.rates['decoded_bytes_per_s'] / 1e6:.2f} MB{before}",
-            "             what the policy would do itself, within one level of uint8 (--dataset.image_size=stored "
-            "leaves it to the policy)",
-        ]
-    draw = "drawn for each camera of each row anew in every epoch, on the device"
-    transforms = config.dataset.image_transforms
-    if transforms.enable:
-        names = ", ".join(transforms.tfs) or "LeRobot's"
-        return [*lines, f"Augmented    by {transforms.max_num_transforms} of the transforms {names}; {draw}"]
-    if config.train.augmentation == "openpi":
-        wrist = ", ".join(key for key in policy.config.image_features if WRIST in key)
-        only = f"; only the colours of {wrist}" if wrist else "; no camera has 'wrist' in its name"
-        return [*lines, f"Augmented    as in openpi: crop, turn, brightness, contrast, saturation{only}; {draw}"]
-    flags = "--dataset.image_transforms.enable, --train.augmentation"
-    return [*lines, f"             not augmented, as in lerobot-train ({flags})"]
-
-
-def _cached_frames(config: Config, rows: Rows) -> list[str]:
-    if config.dataset.frame_cache is None:
-        return []
-    cache, size = rows.reading.frame_cache, f"{rows.cached_bytes / 1e9:.1f} GB of frames"
-    if cache is not None:
-        return [f"             decoded once: {size} are cached in {cache.folder}, {_nodes(rows)}"]
-    if not rows.cached_bytes:
-        return ["             none are cached (--dataset.frame_cache=auto): there is no camera"]
-    if rows.last_row <= rows.per_epoch:
-        return ["             none are cached (--dataset.frame_cache=auto): none are read twice"]
-    return [
-        f"             decoded in every epoch: {size} are more than VLA_CACHE_GB={cache_gb(FRAME_CACHE_GB):g}, or than "
-        f"fits the disk of {FRAMES_DIR} with a margin, or that is memory (--dataset.frame_cache=DIR keeps what fits)"
-    ]
-
-
-def _cached_features(config: Config, policy: PolicySpec, rows: Rows) -> list[str]:
-    if config.train.feature_cache is None:
-        return []
-    bf16, limit_gb = config.planned_in_bf16, cache_gb(FRAME_CACHE_GB)
-    sizes = family_of(policy.config).feature_bytes(policy.config, rows.cameras, bf16).values()
-    size = rows.distinct_frames * sum(sizes)
-    each = f"{max(sizes) / 1e3:.0f} kB a camera and frame, {'bf16' if bf16 else 'fp32'}"
-    lines = [
-        f"Features     of the vision tower, which sees each frame once: {size / 1e9:.1f} GB ({each})",
-        f"             are cached in {config.train.feature_cache}, {_nodes(rows)}; the frames are "
-        f"{rows.cached_bytes / 1e9:.1f} GB",
-    ]
-    if size > limit_gb * 1e9 or not has_capacity(Path(config.train.feature_cache), size):
-        lines.append(
-            f"             TOO MANY for VLA_CACHE_GB={limit_gb:g}, or for its disk with a margin: what does not fit is "
-            "computed in every epoch"
-        )
-    if rows.last_row <= rows.per_epoch:
-        lines.append("             none are used twice in this run, but by later ones that start from the same weights")
-    return lines
-
-
 def _steps(config: Config, steps: int, rows: Rows) -> list[str]:
-    batch, workers, equal_epochs = config.global_batch_size, config.scaling, not rows.epoch_ends
-    lines = [
-        f"Batch        {config.batch_size} rows x {config.grad_accum} micro-steps x {workers.num_workers} workers = "
-        f"{batch} per step" + (", with fewer workers too" if workers.min_workers else ""),
-        f"Steps        {steps} ({steps * batch / rows.per_epoch:.2f} epochs of {rows.per_epoch} rows"
-        f"{'' if equal_epochs else ' on average'}, {rows.per_epoch / batch:.1f} steps each); a line every "
-        f"{config.log_freq}",
-    ]
+    batch, equal_epochs = config.global_batch_size, not rows.epoch_ends
+    lines = config.describe_steps(config.scaling, steps, rows.per_epoch, config.log_freq, equal_epochs)
     if config.is_rehearsal:
         lines.append(
             f"             about {steps * batch / REHEARSAL_ROWS_PER_S / 60:.0f} minutes at the {REHEARSAL_ROWS_PER_S} "
@@ -247,57 +189,25 @@ def _steps(config: Config, steps: int, rows: Rows) -> list[str]:
     return [*lines, f"             epochs follow each other without a gap{meeting}"]
 
 
-def _loss(config: Config, rows: Rows) -> list[str]:
-    """Describe weights of rows, labels in prompts and averaged weights."""
-    lines, weights = [], rows.weights
-    if weights is not None:
-        lines.append(
-            f"Weighted     rows in the loss, by RA-BC: of {len(weights)} frames {(weights == 0).sum()} weigh 0 and "
-            f"{(weights == 1).sum()} weigh 1; each micro-batch for itself, as lerobot-train"
-        )
-    if rows.positive_share is not None:
-        lines.append(
-            f"Advantages   in prompts, of {config.recap.labels}: {rows.positive_share:.0%} of the training frames "
-            f"positive; {LABEL_DROPOUT:.0%} of the rows without"
-        )
-    if config.ema.enable:
-        steps = 1 / (1 - config.ema.decay)
-        lines.append(
-            f"Average      of the weights that train, about the last {steps:.0f} steps: it is measured and exported"
-        )
-    return lines
-
-
 def _held_out(config: Config, rows: Rows) -> list[str]:
     if not config.eval_steps:
         return []
     measured = rows.held_out_rows(config.max_eval_samples)
-    lines = [
-        f"Held out     the loss on {len(measured.positions)} of {measured.held_out} held-out frames of "
-        f"{len(measured.tasks)} tasks, every {config.eval_steps} steps and at the end; always with the same noise and "
-        "times"
-    ]
-    if len(measured.positions) < measured.held_out:
-        lines.append("             evenly spaced in each task (lerobot-train takes each task's first frames)")
-    return lines
+    return config.describe_held_out(len(measured.positions), measured.held_out, len(measured.tasks))
 
 
-def _checkpoints(config: Config, folder: str) -> list[str]:
-    """Describe checkpoints, and their evaluation in the environment."""
-    loss = "held-out loss" if config.eval_steps else "training loss"
-    measure = "success" if config.keep_best_by == "success" else loss
-    best = f" and the {config.best_kept} best by {measure}" if config.best_kept else ""
-    exported = "; the best one is exported" if config.export == "best" else ""
-    lines = [
-        f"Checkpoints  every {config.save_freq} steps and at the end, keeping the last {config.keep_checkpoints}"
-        f"{best}, in {folder}{exported}"
-    ]
-    if config.env_type is not None:
-        when = f"every {config.env_eval_freq} steps and at the end" if config.env_eval_freq else "at the end"
-        lines.append(
-            f"Environment  {' '.join([config.env_type, *config.env_options])}: checkpoints play "
-            f"{config.eval.n_episodes} episodes of each task, {when}, beside the training"
-        )
+def _cached_features(config: Config, policy: PolicySpec, rows: Rows) -> list[str]:
+    if config.train.feature_cache is None:
+        return []
+    bf16 = config.planned_in_bf16
+    sizes = list(family_of(policy.config).feature_bytes(policy.config, rows.cameras, bf16).values())
+    size = rows.distinct_frames * sum(sizes)
+    fits = size <= cache_gb(FRAME_CACHE_GB) * 1e9 and has_capacity(Path(config.train.feature_cache), size)
+    lines = config.train.describe_feature_cache(
+        rows.distinct_frames, sizes, rows.cached_bytes, "bf16" if bf16 else "fp32", _nodes(rows), fits
+    )
+    if rows.last_row <= rows.per_epoch:
+        lines.append("             none are used twice in this run, but by later ones that start from the same weights")
     return lines
 
 
@@ -323,7 +233,7 @@ def _flops(policy: PolicySpec) -> str:
     )
 
 
-def _size(shape: Sequence[int] | None) -> str:
+def _size(shape: tuple[int, ...] | None) -> str:
     return "x".join(map(str, shape or ()))
 
 
