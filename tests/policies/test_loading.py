@@ -5,6 +5,8 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,7 +17,6 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from lerobot.configs import PreTrainedConfig
-from lerobot.policies.factory import make_pre_post_processors
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.utils.constants import ACTION, OBS_STATE
 from safetensors import safe_open
@@ -252,21 +253,39 @@ def export(policy, saved, target):
     return target
 
 
-def test_lerobot_reads_it_in_another_place_without_the_base(original, saved, folder, tmp_path):
+@pytest.mark.gate
+def test_lerobot_reads_it_in_a_fresh_process(original, saved, folder, tmp_path):
+    """In another place, without the base. Only `tiny_pi05` is imported, which registers the type: PI0.5 needs none."""
     target = Path(shutil.move(export(original, folder, tmp_path / "pretrained_model"), tmp_path / "moved"))
     shutil.rmtree(folder)
     batch, _, _ = make_batch(original, rows=2)
     observation = {key: value[:1] for key, value in batch.items() if "images" in key}
-    observation |= {OBS_STATE: torch.full((1, STATE_DIM), 0.3), "task": ["go to the red bin"]}
-    theirs = TinyPI05Policy.from_pretrained(target)
-    chunks = []
-    for policy, (preprocessor, postprocessor) in (
-        (theirs, make_pre_post_processors(theirs.config, str(target))),
-        (original, make_processors(saved, original.config, STATS, {})),
-    ):
-        torch.manual_seed(0)
-        chunks.append(postprocessor(policy.predict_action_chunk(preprocessor(observation))))
-    torch.testing.assert_close(*chunks, rtol=1e-5, atol=1e-6)
+    observation |= {OBS_STATE: torch.full((1, STATE_DIM), 0.3)}
+    save_file(observation, tmp_path / "observation.safetensors")
+    code = f"""
+import sys, torch
+sys.path.insert(0, {str(Path(saving.__file__).parent)!r})
+import tiny_pi05
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from safetensors.torch import load_file, save_file
+config = PreTrainedConfig.from_pretrained({str(target)!r})
+policy = get_policy_class(config.type).from_pretrained({str(target)!r}, config=config)
+pre, post = make_pre_post_processors(config, {str(target)!r})
+batch = pre({{**load_file({str(tmp_path / "observation.safetensors")!r}), "task": ["go to the red bin"]}})
+torch.manual_seed(0)
+save_file({{"action": post(policy.predict_action_chunk(batch))}}, {str(tmp_path / "action.safetensors")!r})
+assert not {{"vla_finetuning", "loading", "processors", "pi05"}} & set(sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert "All keys loaded successfully" in ran.stdout
+    preprocessor, postprocessor = make_processors(saved, original.config, STATS, {})
+    torch.manual_seed(0)
+    chunk = original.predict_action_chunk(preprocessor({**observation, "task": ["go to the red bin"]}))
+    torch.testing.assert_close(
+        load_file(tmp_path / "action.safetensors")["action"], postprocessor(chunk), rtol=1e-5, atol=1e-6
+    )
 
 
 def stored(folder):
