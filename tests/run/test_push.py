@@ -365,7 +365,7 @@ def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatc
     monkeypatch.setattr(program, "examine", lambda config: Examined(config))
     monkeypatch.setattr(run_folder, "_check_state", lambda *_: None)
     monkeypatch.setattr(vla, "resolve", lambda config, datasets: resolved)
-    monkeypatch.setattr(vla, "Evaluation", lambda *_: None)
+    monkeypatch.setattr(vla, "Evaluator", lambda *_: None)
     monkeypatch.setattr(plan, "describe", lambda run: "the plan")
     monkeypatch.setattr(plan, "look_at_rows", lambda run, datasets: [])
     monkeypatch.setattr(plan, "check_memory", lambda run: 0)
