@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from lerobot.envs.factory import make_env
+from lerobot.envs.utils import env_to_policy_features, preprocess_observation
 
 import record
 from vla_finetuning.envs import two_bins
@@ -197,7 +199,14 @@ def test_without_rendering_only_the_images_are_missing(env):
         assert all(image.any() for image in seen["pixels"].values())
 
 
-# ---- as LeRobot sees it ---------------------------------------------------------------------------------------------
+def test_lerobot_sees_the_names_and_shapes_that_the_configuration_says():
+    config = env_config("two_bins", ["--episode_length=30"])
+    ((vector,),) = (tasks.values() for tasks in make_env(config, n_envs=1).values())
+    seen, _ = vector.reset(seed=1)
+    found = {key: tuple(value.shape[1:]) for key, value in preprocess_observation(seen).items()}
+    features = env_to_policy_features(config)
+    assert found | {"action": (3,)} == {key: feature.shape for key, feature in features.items()}
+    assert vector.call("_max_episode_steps") == (30,)
 
 
 # ---- as datasets ----------------------------------------------------------------------------------------------------

@@ -470,6 +470,9 @@ def test_the_plan_says_how_long_an_iteration_takes_and_what_it_waits_for(base, t
     many = replace(run, config=replace(run.config, grpo=replace(run.options, env_actors=40)))
     assert "simulation 0.90 s an iteration, on 12 processes" in "\n".join(expected_times(many, simulated))
     assert "it waits" not in "\n".join(expected_times(run, Simulated(0.0, 0.0, 0.0)))
+    assert "simulation 32 s an iteration" in "\n".join(expected_times(run, Simulated(5.0, 0.01, 0.1)))
+    plan = describe_grpo(replace(run, config=replace(run.config, grpo=replace(run.options, resample=2))))
+    assert "are replaced, 2 times at most: at most 72 episodes" in plan and "per worker: 72 decisions of" in plan
 
 
 # ---- lists of initial states ----------------------------------------------------------------------------------------
@@ -538,8 +541,8 @@ def test_the_plan_says_which_states_are_held_out_and_a_resume_keeps_them(base, t
     assert "evaluation is on states that were trained" in describe_grpo(
         in_lists(base, tmp_path / "none", **{"grpo.reserved_states": 0})
     )
-    with pytest.raises(ValueError, match="near/0 has 3 initial states, and --grpo.reserved_states=10"):
-        in_lists(base, tmp_path / "all", **{"grpo.reserved_states": 10})
+    with pytest.raises(ValueError, match="near/0 has 3 initial states, and --grpo.reserved_states=3 .* give fewer"):
+        in_lists(base, tmp_path / "all", **{"grpo.reserved_states": 3})
     other = in_lists(base, tmp_path / "other", **{"grpo.reserved_states": 2}).job.start
     with pytest.raises(ValueError, match=r"reserved: was .*\[2\].*, is .*\[1, 2\]"):
         check_resumable(run.job.start, other)

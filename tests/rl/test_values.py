@@ -94,7 +94,8 @@ def test_labels_and_shown_episodes_of_any_values(setting, chosen, tmp_path, monk
     own = np.repeat(np.isin(np.arange(6), chosen), EPISODES)
     monkeypatch.setattr(values, "judge_frames", lambda *_: [np.where(own, judged, np.nan)])
     (tmp_path / "run").mkdir()
-    assert ("in-sample" in label_frames(run, run.training, tmp_path)) == (len(chosen) == 4)
+    text = label_frames(run, run.training, tmp_path)
+    assert ("in-sample" in text) == ("held out: raise --dataset.eval_split" in text) == (len(chosen) == 4)
     table = pq.read_table(tmp_path / "run" / LABELS_NAME).to_pydict()
     found, meta = {name: np.array(column) for name, column in table.items()}, run.training.rows.metas[0]
     length, success = np.array(EPISODES)[list(chosen)], np.array(SUCCESS, bool)[list(chosen)]
@@ -267,6 +268,7 @@ def test_a_value_function_that_sees_no_failure_coming_is_named():
         scores |= {"frames": 9, "horizon": 3, "auroc_last_low": score, "auroc_last_high": score, "auroc_low": least}
         text = values.labels_text(scores)
         assert ("BELOW 0.9" in text) == bool(remedy) and remedy in text
+        assert f"{score:.3f} ({least:.3f} to {score:.3f}, on held-out episodes) of advantages" in text
 
 
 def test_another_outcome_is_another_run(setting):

@@ -81,12 +81,8 @@ def test_late_chunks_are_those_of_a_plain_loop_whatever_is_lost(ray_cluster, tmp
         for episode in late
         for key in [(SEED, episode.task, episode.episode)]
     }
-    gym, notes, acted = (
-        (FAULTY_ID, {"seed": 1005, "how": "hangs", "marker": str(tmp_path / "stage")}),
-        tmp_path / "n",
-        [],
-    )
-    sources = {"policy": Seeing(notes=str(notes), dies=str(tmp_path / "server"), dies_after=3, writes=True)}
+    gym, notes = (FAULTY_ID, {"seed": 1005, "how": "hangs", "marker": str(tmp_path / "stage")}), tmp_path / "n"
+    sources, acted = {"policy": Seeing(notes=str(notes), dies=str(tmp_path / "server"), dies_after=3, writes=True)}, []
     assert played(late, gym, sources, acted, env_actors=2, policy_actors=2, batch_size=3, exact=True) == expected
     assert set(notes.read_text().split()) == {"3"} and len(acted) == len(late)
     # What an episode is said to have done is what it did, also where some of it was done twice.

@@ -85,7 +85,7 @@ def state_hash(env: gymnasium.Env[Any, Any], observation: Observation) -> str:
         return str(env.get_wrapper_attr("state_hash")())
     digest = hashlib.sha256()
     for key, array in sorted(leaves(observation)):
-        if array.dtype != object:  # its bytes are addresses
+        if array.dtype != object:  # whose bytes are addresses
             digest.update(f"{'/' * bool(key)}{key} {array.dtype} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()[:16]

@@ -83,8 +83,9 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
     simulation_s = episodes * simulated.reset_s + steps * simulated.step_s + decisions * simulated.render_s
     processes = min(g.env_actors, episodes)  # a process without an episode is idle
     simulation_s /= processes
+    digits = 0 if simulation_s > 10 else 2
     lines = [
-        f"Expected     simulation {simulation_s:.2f} s an iteration, on {processes} processes per worker: a "
+        f"Expected     simulation {simulation_s:.{digits}f} s an iteration, on {processes} processes per worker: a "
         f"step {1e3 * simulated.step_s:.1f} ms, looking {1e3 * simulated.render_s:.1f} ms (measured here, in one "
         "process)"
     ]
