@@ -120,8 +120,7 @@ class ActionTokenizer:
 def fetch_tokenizer(name: str) -> Path:
     """Return the folder of a tokenizer, given its path or the name of a Hub repository, which is downloaded.
 
-    Raises:
-        ValueError: `name` is neither a folder nor a repository, or its tokenizer takes too long to load.
+    Raises ValueError if there is neither, or if the tokenizer takes too long to load.
     """
     folder, files = Path(name).expanduser(), (MODEL_FILE, SETTINGS_FILE)
     if not folder.is_dir():

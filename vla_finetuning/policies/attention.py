@@ -80,8 +80,7 @@ class Shape(NamedTuple):
     """Shape of one attention of a training step.
 
     Attributes:
-        name: name of the part of the network.
-        queries: number of queries.
+        name: part of the network.
         images, prompt, steps: numbers of keys of each segment; the prompt is padded.
         backward: whether gradients flow through the attention.
         before: number of first queries that do not see the keys of later queries.

@@ -300,7 +300,7 @@ class Family:
 
         Args:
             chunks: function that reads a fixed sample of the run's action chunks, by robot.
-            folder: folder of the run, where fitted state is saved.
+            folder: where fitted state is saved.
         """
         return self
 
@@ -327,10 +327,8 @@ class Family:
             )
 
     def prompt_lengths(self, config: PreTrainedConfig, cameras: int) -> tuple[int, ...]:
-        """Return the lengths to which prompts of a batch may be cut, ascending; empty if prompts are never cut.
-
-        Every length is allowed if the policy pads to the longest prompt of a batch: `Prepare` pads to a fixed length.
-        """
+        """Return the lengths to which prompts of a batch may be cut, ascending; empty if prompts are never cut."""
+        # Every length is allowed if the policy pads to the longest prompt of a batch: `Prepare` pads to a fixed length.
         longest = "longest" in (getattr(config, name, None) for name in ("pad_language_to", "tokenizer_padding"))
         return tuple(range(1, getattr(config, "tokenizer_max_length", 0) + 1)) if longest else ()
 

@@ -263,15 +263,13 @@ class FlowLoss(PolicyLoss):
 def guided_chunk(
     loss: FlowLoss, conditional: Mapping[str, Tensor], plain: Mapping[str, Tensor], noise: Tensor, guidance: float
 ) -> Tensor:
-    """Predict action chunks by LeRobot's sampler with classifier-free guidance (arXiv 2207.12598).
+    """Predict normalised action chunks (B, T, A) by LeRobot's sampler with classifier-free guidance (arXiv 2207.12598).
 
     The velocity is v(plain) + guidance * (v(conditional) - v(plain)).
 
     Args:
         conditional, plain: batches of B rows that differ in their prompts.
         noise: float32 (B, T, max_action_dim).
-    Returns:
-        float32 (B, T, A), normalised.
     """
     config: Any = loss.policy.config
     prefixes = [loss.prefix(loss.images(batch)) for batch in (conditional, plain)]
@@ -288,7 +286,6 @@ def continue_chunk(loss: FlowLoss, batch: Mapping[str, Tensor], noise: Tensor, p
     """Predict action chunks whose first actions are given, by a policy that was trained with MAX_DELAY.
 
     Args:
-        batch: B rows.
         noise: float32 (B, T, max_action_dim).
         prefix: the given actions, float32 (B, d, at most max_action_dim), normalised, d < T; None: no action is given.
     Returns:

@@ -12,10 +12,9 @@ from vla_finetuning.columns import IS_PRESENT
 
 
 def mask_absent(mask: Tensor, batch: Mapping[str, Tensor], tokens: Mapping[str, int]) -> None:
-    """Mask in place the tokens of cameras in the rows of robots without these cameras.
+    """Mask in `mask`, bool (B, P), the tokens of cameras in the rows of robots without these cameras.
 
-    Args:
-        mask: bool (B, P), True for tokens that are attended to. It begins with each camera's number of `tokens`.
+    The mask begins with each camera's number of `tokens`.
     """
     first = 0
     for key, number in tokens.items():

@@ -76,7 +76,6 @@ class Robot:
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """Return the robot's cameras, by the names in rows."""
         return self.row_match.camera_keys
 
     @property

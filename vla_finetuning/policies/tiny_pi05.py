@@ -274,13 +274,13 @@ def make_tiny_base(
     The same arguments give the same bytes.
 
     Args:
-        features: the dataset's features, as dicts or objects with `dtype`, `shape` and `names`. All RGB cameras,
-            `observation.state` and `action` are used.
+        features: dicts or objects with `dtype`, `shape` and `names`. All RGB cameras, `observation.state` and `action`
+            are used.
         stats: the dataset's statistics; `observation.state` and `action` need the quantiles `q01` and `q99`. None: the
             user of the folder supplies them by LeRobot's `preprocessor_overrides`.
         chunk_size: None: one second of actions, at most PI0.5's 50.
         seed: seed of the initial weights. Does not change the process's random state.
-        spare_words: number of additional words for action tokens.
+        spare_words: words for action tokens.
         sizes: further fields of `TinyPI05Config`.
     Raises:
         FileExistsError: `folder` exists.
