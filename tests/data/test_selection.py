@@ -32,6 +32,7 @@ def test_what_is_left(meta, episodes, exclude, tasks, left):
     assert chosen.tolist() == left and chosen.dtype == "int64"
     assert len(notes) == bool(exclude or tasks)
     assert all(f"{len(left)} of 6 episodes are used" in note for note in notes)
+    assert tasks != ["*cube", "*ball"] or "(used of each: '*cube' 4, '*ball' 2)" in notes[0]
 
 
 def test_an_episode_with_another_task_too_is_said(meta):

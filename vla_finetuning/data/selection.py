@@ -73,9 +73,15 @@ def choose_episodes(
         chosen = chosen[weight[chosen] > 0]
     notes = []
     if tasks is not None:
-        fits = _fitting(meta, tasks, chosen)
+        fitting = _fitting(meta, tasks, chosen)
+        fits = set().union(*fitting.values())
         matching = [episode for episode in chosen.tolist() if fits.intersection(meta.episode_tasks[episode])]
-        left_out.append(f"{len(chosen) - len(matching)} have no task that --dataset.tasks names")
+        counts = (
+            f"{pattern!r} {sum(bool(texts.intersection(meta.episode_tasks[e])) for e in matching)}"
+            for pattern, texts in fitting.items()
+        )
+        by_pattern = f" (used of each: {', '.join(counts)})" if len(fitting) > 1 else ""
+        left_out.append(f"{len(chosen) - len(matching)} have no task that --dataset.tasks names{by_pattern}")
         chosen = np.asarray(matching, np.int64)
         if mixed := [episode for episode in matching if not fits.issuperset(meta.episode_tasks[episode])]:
             notes.append(
@@ -95,13 +101,13 @@ def tasks_of(meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray) -> lis
     return sorted({task for tasks in listed for task in tasks} if all(listed) else set(meta.tasks.values()))
 
 
-def _fitting(meta: DatasetMetadata, patterns: Sequence[str], episodes: np.ndarray) -> set[str]:
-    """Return the instructions that patterns match; each must match one of `episodes`."""
+def _fitting(meta: DatasetMetadata, patterns: Sequence[str], episodes: np.ndarray) -> dict[str, set[str]]:
+    """Return the instructions that each pattern matches; each must match one of `episodes`."""
     if not patterns:
         raise ValueError(f"{meta.root}: --dataset.tasks names no pattern; leave it out for all tasks")
     all_tasks = sorted({task for tasks in meta.episode_tasks for task in tasks})
     available = {task for episode in episodes.tolist() for task in meta.episode_tasks[episode]}
-    fitting: set[str] = set()
+    fitting: dict[str, set[str]] = {}
     for pattern in patterns:
         matches = {task for task in all_tasks if fnmatch.fnmatchcase(task.lower(), pattern.lower())}
         if not matches:
@@ -116,5 +122,5 @@ def _fitting(meta: DatasetMetadata, patterns: Sequence[str], episodes: np.ndarra
                 f"{len(episodes)} that the other options choose has {sorted(matches)[0]!r}; leave the pattern out, or "
                 "choose others too"
             )
-        fitting |= matches
+        fitting[pattern] = matches
     return fitting
