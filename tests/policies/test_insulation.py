@@ -12,10 +12,12 @@ from scipy.fft import dct
 from tests.tiny import ACTION_DIM, make_batch, make_policy, reference
 from util import DeviceMetrics
 from vla_finetuning.columns import ROBOT
+from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies.action_tokens import ActionTokenizer
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.families.insulation import (
+    ADAPTED,
     TOKENS,
     TOKENS_MASK,
     InsulatedPI05,
@@ -25,6 +27,7 @@ from vla_finetuning.policies.families.insulation import (
 )
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.family import MEAN_COUNT
+from vla_finetuning.policies.lora import add_adapters
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, TEXT_MASK
 from vla_finetuning.policies.trainable import choose_trainable
@@ -164,6 +167,22 @@ def test_loss_and_gradients_are_those_of_a_forward_for_each_part(
     loss.backward()
 
     assert loss.item() == pytest.approx((expected_tokens + FLOW_WEIGHT * expected_flow).item(), rel=1e-12)
+    check_gradients(policy, plain, flow, 1e-9)
+
+
+def test_adapters_learn_from_the_same_parts(policy, in_float64):
+    policy.config.pretrained_path = "somewhere"
+    add_adapters(policy, PeftOptions(method_type="lora", r=4, target_modules=ADAPTED))
+    policy.double()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    batch, noise, time = make_inputs(policy, SOME_TEXT)
+    plain, flow = copy.deepcopy(policy), reference(policy, noise, time)
+    plain_cross_entropy(plain, batch).backward()
+    (FLOW_WEIGHT * flow.forward(batch)[0]).backward()
+    family_of_tests(text="text").make_loss(policy)(batch, noise, time).backward()
     check_gradients(policy, plain, flow, 1e-9)
 
 

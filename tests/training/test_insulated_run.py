@@ -17,7 +17,7 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.action_tokens import ActionTokenizer
-from vla_finetuning.policies.families.insulation import TOKENS, TOKENS_MASK, InsulatedPI05
+from vla_finetuning.policies.families.insulation import ADAPTED, TOKENS, TOKENS_MASK, InsulatedPI05
 from vla_finetuning.policies.family import Chunks
 from vla_finetuning.policies.pipelines import tokenizer_step
 from vla_finetuning.policies.registry import family_of
@@ -29,8 +29,12 @@ from vla_finetuning.training.model import make_prepare
 
 SPARE_WORDS = 270
 SUBTASKS = ["reach the red bin", "go_on  "]
-# Strategies, and whether text is trained by them.
-STRATEGIES = {"ddp": True, "fsdp2_reshard": False}
+# Runs of one worker and of two.
+RUNS: dict[str, dict] = {
+    "ddp": {"text": True},
+    "fsdp2_reshard": {},
+    "adapters": {"text": True, "peft.target_modules": ADAPTED},
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,29 +91,31 @@ def apart(found, expected):
 
 @pytest.fixture(scope="module")
 def whole(setting):
-    """The weights of a run of one worker and one micro-batch a step, by whether text is trained, and a file of them."""
-    weights = {text: trained(resolved(setting, f"whole-{text}", text=text)) for text in (False, True)}
+    """The weights of each run with one worker and one micro-batch a step, and a file of them."""
+    weights = {name: trained(resolved(setting, f"whole-{name}", **changes)) for name, changes in RUNS.items()}
+    assert all("lora_" in name for name in weights["adapters"])
     torch.save(weights, file := setting[0] / "whole.pt")
     return weights, file
 
 
 def test_two_micro_batches_with_unequal_tokens_are_one(setting, whole):
     halves = resolved(setting, "halves", text=True, batch_size=2, grad_accum=2)
-    assert apart(trained(halves), whole[0][True]) < 5e-6
+    assert apart(trained(halves), whole[0]["ddp"]) < 5e-6
 
 
 def in_rank(rank, world, setting, file):
     expected, found = torch.load(file), {}
-    for strategy, text in STRATEGIES.items():
-        options = {"batch_size": 2, "scaling.num_workers": world, "scaling.strategy": strategy, "text": text}
-        weights = trained(resolved(setting, f"{rank}-{strategy}", **options), rank, world)
-        found[strategy] = apart(weights, expected[text])
+    for name, changes in RUNS.items():
+        strategy = name if name == "fsdp2_reshard" else "ddp"
+        options = {"batch_size": 2, "scaling.num_workers": world, "scaling.strategy": strategy, **changes}
+        weights = trained(resolved(setting, f"{rank}-{name}", **options), rank, world)
+        found[name] = apart(weights, expected[name])
     return found
 
 
 def test_two_workers_with_unequal_tokens_equal_one(setting, whole):
     for found in in_process.in_ranks(in_rank, setting, whole[1], world=2):
-        assert found.keys() == STRATEGIES.keys() and max(found.values()) < 5e-6, found
+        assert found.keys() == RUNS.keys() and max(found.values()) < 5e-6, found
 
 
 def test_the_plan_counts_the_work_and_rows_carry_tokens(setting):
@@ -224,7 +230,7 @@ def test_a_policy_is_exported_with_its_tokenizer_and_later_runs_use_it(setting):
     [
         ({"train.mode": "expert"}, "--train.mode=full"),
         ({"train.mask_padding": "true"}, "the tokens of a chunk are of all of its steps"),
-        ({"peft.method_type": "lora"}, "adapters leave as it is"),
+        ({"peft.method_type": "lora"}, "the language model has no adapter that could learn from tokens"),
         ({"train.action_tokenizer": "/nowhere"}, "no folder, and the Hub gives none of that name"),
         ({"plain": True, "train.flow_weight": 2}, "does nothing without"),
         ({"plain": True, "text": True}, "--train.knowledge_insulation"),

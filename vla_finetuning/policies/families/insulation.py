@@ -59,6 +59,8 @@ TOKENS, TOKENS_MASK = "action_tokens", "action_tokens_mask"
 HAS_ACTION = "has_action"
 # PaliGemma's last words stand for image segments; LeRobot's PI0-FAST does not use them either.
 LAST_WORDS = 128
+# Layers with adapters, as --peft.target_modules: LeRobot's own choice has none in the language model.
+ADAPTED = r".*(language_model|gemma_expert).*\.(q_proj|v_proj)"
 
 
 class InsulatedLoss(PI05Loss):
@@ -86,6 +88,12 @@ class InsulatedLoss(PI05Loss):
         super().__init__(policy, **options)
         self._end, self._flow_weight, self._fewest_cameras = vocabulary, flow_weight, fewest_cameras
         self._segments = {"tokens": token_columns(policy.config), **({"text": TEXT_COLUMNS} if text else {})}
+        trained = any(parameter.requires_grad for parameter in policy.parameters())
+        if trained and not any(parameter.requires_grad for parameter in self._language_model.parameters()):
+            raise ValueError(
+                "--train.knowledge_insulation: the language model has no adapter that could learn from tokens; give "
+                f"--peft.target_modules '{ADAPTED}'"
+            )
         self._token_layer = self._compiled(_token_layer)
 
     def prefix_of_flow(self, prefix: Prefix) -> Prefix:
