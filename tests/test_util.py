@@ -23,6 +23,7 @@ from util import (
     TimedIterator,
     cuda_prefetcher,
     enable_expandable_segments,
+    enable_gpu_perf_flags,
     full_tensor,
     make_trainable_optimizer,
     peak_flops,
@@ -292,6 +293,13 @@ def test_collate_copies_numbers_and_refuses_objects():
         NumpyToTorchCollate(pin_memory=False)({"task": np.array(["a"], object)})
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned here")
+def test_memory_that_cannot_be_pinned_is_said_once(caplog):
+    collate = NumpyToTorchCollate(pin_memory=True)
+    assert [collate({"a": np.ones(3, np.float32)})["a"].tolist() for _ in range(2)] == [[1, 1, 1]] * 2
+    assert caplog.text.count("cannot be pinned") == 1
+
+
 def test_memory_is_pinned_for_what_a_gpu_copies(monkeypatch):
     real, pinned = torch.empty, []
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **o: pinned.append(pin_memory) or real(*a, **o))
@@ -318,6 +326,18 @@ def test_the_next_batch_is_copied_on_a_side_stream(monkeypatch):
     copied = [call.within(gpu.side), call.within().__enter__(), *copied, call.within().__exit__(None, None, None)]
     used = [call.main.wait_stream(gpu.side), call.a.to().record_stream(gpu.main), call.step(True, True)]
     assert gpu.mock_calls == 2 * [*copied, *used]
+
+
+def test_flags_of_gpus(monkeypatch):
+    cudnn, set_to = torch.backends.cudnn, []
+    for name in ("benchmark", "allow_tf32"):
+        monkeypatch.setattr(cudnn, name, False)
+    for function in ("set_float32_matmul_precision", "use_deterministic_algorithms"):
+        monkeypatch.setattr(torch, function, set_to.append)
+    enable_gpu_perf_flags()
+    assert cudnn.benchmark and cudnn.allow_tf32 and set_to == ["high"]
+    enable_gpu_perf_flags(deterministic=True)
+    assert not cudnn.benchmark and set_to == ["high", True]
 
 
 @pytest.mark.parametrize("variable", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -17,10 +17,36 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 COMPUTE = sorted(CONFIGS.glob("*_*.yaml"))
 PRESET_GPU = {"l4": "L4", "a100": "A100 80 GB", "a100_40": "A100 40 GB", "h100": "H100", "h200": "H200", "b200": "B200"}
+# By the providers' own lists of 2026. Memory is in GiB on AWS, and in GB on Google Cloud.
+MACHINES = {
+    **{"m5.2xlarge": "8 vCPUs, 32 GiB", "m6i.8xlarge": "32 vCPUs, 128 GiB", "g6.12xlarge": "48 vCPUs, 192 GiB, 4 x L4"},
+    "p4d.24xlarge": "96 vCPUs, 1152 GiB, 8 x A100 40 GB",
+    "p4de.24xlarge": "96 vCPUs, 1152 GiB, 8 x A100 80 GB",
+    "p5.48xlarge": "192 vCPUs, 2048 GiB, 8 x H100",
+    "p5en.48xlarge": "192 vCPUs, 2048 GiB, 8 x H200",
+    "p6-b200.48xlarge": "192 vCPUs, 2048 GiB, 8 x B200",
+    **{"n2-standard-8": "8 vCPUs, 32 GB", "n2-standard-32": "32 vCPUs, 128 GB"},
+    "g2-standard-48-nvidia-l4-4": "48 vCPUs, 192 GB, 4 x L4",
+    "a2-highgpu-8g-nvidia-tesla-a100-8": "96 vCPUs, 680 GB, 8 x A100 40 GB",
+    "a2-ultragpu-8g-nvidia-a100-80gb-8": "96 vCPUs, 1360 GB, 8 x A100 80 GB",
+    "a3-highgpu-8g-nvidia-h100-80gb-8": "208 vCPUs, 1872 GB, 8 x H100",
+    "a3-ultragpu-8g-nvidia-h200-141gb-8": "224 vCPUs, 2952 GB, 8 x H200",
+    "a4-highgpu-8g-nvidia-b200-8": "224 vCPUs, 3968 GB, 8 x B200",
+}
+README = (CONFIGS / "README.md").read_text()
 
 
 def ray_version():
     return re.search(r"^ray\[.*?\]==(\S+)", (ROOT / "requirements.txt").read_text(), flags=re.MULTILINE)[1]
+
+
+def ratios(cpus, decoding, gpus):
+    """CPUs per GPU as a file states them."""
+    return f"CPUs per GPU: {cpus // gpus} on the GPU node, {(cpus + decoding) // gpus} with all"
+
+
+def vcpus(machine):
+    return int(MACHINES[machine].partition(" ")[0])
 
 
 def command_config(entrypoint):
@@ -31,23 +57,31 @@ def command_config(entrypoint):
 
 
 @pytest.mark.parametrize("path", COMPUTE, ids=lambda path: path.stem)
-def test_a_compute_config_is_sound_and_of_its_preset(path):
+def test_a_compute_config_is_sound_and_says_what_it_has(path):
     faults = Faults()
     check_compute_config(path, faults)
     assert faults.found == []
     text, preset = path.read_text(), path.stem.partition("_")[2]
     gpu, decode = yaml.safe_load(text)["worker_nodes"]
-    gpus = int(re.search(rf"(\d+) x {PRESET_GPU[preset]}\b", text)[1])
-    assert f"--preset {preset}" in text
+    assert all(MACHINES[machine] in text for machine in re.findall(r"instance_type: (\S+)", text))
+    gpus = int(re.search(rf"(\d+) x {PRESET_GPU[preset]}$", MACHINES[gpu["instance_type"]])[1])
+    stated = ratios(vcpus(gpu["instance_type"]), decode["max_nodes"] * vcpus(decode["instance_type"]), gpus)
+    assert f"--preset {preset}" in text and stated in text
+    (row,) = re.findall(rf"^\|.*`{path.name}`.*\|.*\|.*\| (\d+) \| (\d+) \|$", README, re.MULTILINE)
+    assert list(row) == re.findall(r"\d+", stated), "the table of files says the same"
     assert int(PRESETS[preset]["scaling.num_workers"]) == gpus * gpu["max_nodes"], "the preset uses every GPU"
     assert decode["min_nodes"] == 0, "CPU-only workers cost nothing while no run needs them"
 
 
 def test_the_table_of_machines_has_every_preset_of_a_gpu():
-    rows = re.findall(r"^\| `([a-z0-9_]+)` \| (\d+) x ([^|]+?) \|", (CONFIGS / "README.md").read_text(), re.MULTILINE)
+    rows = [re.split(r"`? \| `?", row) for row in re.findall(r"^\| `([a-z0-9_]+` \|.*) \|$", README, re.MULTILINE)]
     assert {preset for preset, *_ in rows} == PRESET_GPU.keys() - {"l4"} == set(OF_PRESET) - {"l4"}
-    for preset, count, gpu in rows:
-        assert gpu.startswith(PRESET_GPU[preset]) and PRESETS[preset]["scaling.num_workers"] == count
+    for preset, gpus, *machines, alone, with_workers in rows:
+        count = PRESETS[preset]["scaling.num_workers"]
+        assert gpus.startswith(f"{count} x {PRESET_GPU[preset]}")
+        assert all(MACHINES[machine].endswith(f"{count} x {PRESET_GPU[preset]}") for machine in machines)
+        for stated, decoding in ((alone, 0), (with_workers, 4 * vcpus("m6i.8xlarge"))):
+            assert stated == ", ".join(str((vcpus(machine) + decoding) // int(count)) for machine in machines)
 
 
 def test_the_anyscale_job():
@@ -92,7 +126,9 @@ def test_the_rayjob():
         assert container["resources"]["limits"] == container["resources"]["requests"]
         (token,) = [e for e in container["env"] if e["name"] == "HF_TOKEN"]
         assert "value" not in token, "a secret is referred to, never written here"
-    gpus = int(containers[1]["resources"]["limits"]["nvidia.com/gpu"])
+    limits = [container["resources"]["limits"] for container in containers]
+    gpus, decoding = int(limits[1]["nvidia.com/gpu"]), int(limits[2]["cpu"]) * groups[1]["maxReplicas"]
+    assert ratios(int(limits[1]["cpu"]), decoding, gpus) in (CONFIGS / "rayjob.yaml").read_text()
     config = command_config(job["spec"]["entrypoint"])
     assert "--resume auto" in job["spec"]["entrypoint"] and job["spec"]["backoffLimit"], "a retry goes on with the run"
     assert config.scaling.num_workers == gpus * groups[0]["maxReplicas"]

@@ -83,6 +83,10 @@ def test_of_several_datasets_by_their_roots(meta, tmp_path):
     path.write_text(json.dumps({"a": {"0": True, "1": 0, "2": False}, "b": {"0": 0, "1": 0, "2": 1}}))
     found = episode_success(OutcomeOptions(success=f"@{path}"), [meta, meta], [ALL, ALL], ["a", "b"])
     assert [of.tolist() for of in found] == [[True, False, False], [False, False, True]]
+    path = tmp_path / "outcomes.csv"
+    path.write_text("episode_index,success\n2,true\n0,true\n1,false\n")
+    (found,) = episode_success(OutcomeOptions(success=f"@{path}"), [meta], [ALL], ["a"])
+    assert found.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize(

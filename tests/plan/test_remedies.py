@@ -161,6 +161,13 @@ def test_options_that_the_policy_does_not_take(setting, name, value, message):
     refuses(setting, rf"policy {setting[2]}: .*--policy.{message}", **{f"policy.{name}": value})
 
 
+def test_weights_that_are_not_finite(setting, base):
+    weights = load_file(base / "model.safetensors")
+    weights["model.action_in_proj.weight"][0, 0] = torch.nan
+    save_file(weights, base / "model.safetensors")
+    refuses(setting, "model.action_in_proj.weight in .* not finite, 1 of", **{"policy.path": base})
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "policy_preprocessor.json"])
 def test_git_lfs_pointers_of_a_policy(setting, base, name):
     (base / name).write_bytes(POINTER)
