@@ -3,7 +3,7 @@
     python -m vla_finetuning.options.lerobot_train > docs/lerobot_train.md
 
 vla.py accepts a flag with the same meaning, or refuses it and names the replacement or the reason. It ignores no flag.
-`tests/test_lerobot_train.py` compares the tables with the options of LeRobot 0.6.1.
+`tests/test_lerobot_train.py` compares the table with the options of LeRobot 0.6.1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TRACKER = "--track wandb; its run goes on with --resume, and what wandb reads f
 _NO_RECORDING = "play the finished policy with evaluate.py --eval.record_dataset DIR, which writes a LeRobot dataset"
 _JOBS = "start it on the cluster: `ray job submit`, or the job files in configs/"
 
-# Answers to the other flags of `lerobot-train`. A name that ends in `.*` stands for all options of that group.
+# Answers to the refused flags of `lerobot-train`. A name that ends in `.*` stands for all options of that group.
 ANSWERED = {
     "dataset.repo_type": "datasets in buckets are read by their address: --dataset.root s3://..., gs://... or az://...",
     "dataset.image_transforms.tfs.*": "all of them in one flag, as JSON: --dataset.image_transforms.tfs",
@@ -52,7 +52,8 @@ def page() -> str:
     """Return the Markdown page of the refused flags."""
     head = (
         "<!-- Written by `python -m vla_finetuning.options.lerobot_train`. -->\n\n# The flags of lerobot-train\n\n"
-        "LeRobot 0.6.1. These are refused, with this answer. All others have the same name and meaning here.\n\n"
+        "LeRobot 0.6.1. vla.py takes every flag of lerobot-train that is not in this table, with the same name and\n"
+        "meaning ([flags.md](flags.md)); those in it are refused, with this answer.\n\n"
         "| flag | here |\n|---|---|"
     )
     return "\n".join([head, *(f"| `--{flag}` | {reply} |" for flag, reply in ANSWERED.items())])

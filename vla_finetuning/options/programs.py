@@ -69,8 +69,7 @@ class EvaluateConfig(EnvironmentOptions, ActingOptions, PolicyOptions):
     )
     videos: int = option(
         10,
-        "Maximum number of failed episodes with a film in the report, and twice the number of successful ones. 0: "
-        "none.",
+        "Maximum number of failed episodes with a film in the report; half as many successful ones have one. 0: none.",
         flag="eval.videos",
         min=0,
     )
