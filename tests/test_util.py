@@ -340,12 +340,12 @@ def test_flags_of_gpus(monkeypatch):
     assert not cudnn.benchmark and set_to == ["high", True]
 
 
-@pytest.mark.parametrize("variable", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("variable", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "no GPU"])
 def test_segments_grow_unless_the_environment_says_otherwise(variable, monkeypatch):
     found = []
     if variable:
         monkeypatch.setenv(variable, "x")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: variable != "no GPU")
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
     enable_expandable_segments()
     assert found == ([] if variable else ["expandable_segments:True"])

@@ -272,6 +272,16 @@ def test_projections_of_actions_and_time_are_float32_under_autocast():
         assert torch.equal(made, torch.nn.functional.linear(given.float(), module.weight, module.bias))
 
 
+def test_patches_stay_in_the_order_of_their_memory():
+    """Through all of the vision tower, where transformers' own are transposed views, which kernels take longer for."""
+    policy, entered = make_policy(1), []
+    for layer in policy.model.paligemma_with_expert.paligemma.model.vision_tower.vision_model.encoder.layers:
+        for module in (layer.layer_norm1, layer.layer_norm2):
+            module.register_forward_pre_hook(lambda module, arguments: entered.append(arguments[0].is_contiguous()))
+    PI05Loss(policy)(*make_batch(policy))
+    assert all(entered[:4]) and len(entered) > 3
+
+
 # --- rotary angles ------------------------------------------------------------------------------------------
 
 

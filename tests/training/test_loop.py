@@ -5,6 +5,7 @@ import logging
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -249,7 +250,7 @@ def test_compiling_is_refused_with_a_reason_and_training_goes_on(setting, caplog
     ]
     monkeypatch.setattr(model, "why_not", lambda device: None)
     build_model(run.policy, CPU)
-    assert made == [1]
+    assert made == [1] and callbacks.Compile in map(type, vla.callbacks_for(run, MagicMock()))
 
 
 @pytest.mark.gate
