@@ -292,15 +292,15 @@ class LeRobotDatasource(Datasource):
             read_rows = min(self._read_rows, task_rows)
             cuts = np.arange((first // read_rows + 1) * read_rows, last, read_rows, dtype=np.int64)
         reads: list[np.ndarray] = []
-        rows = 0
+        rows, goal = 0, task_rows
         for a, b in itertools.pairwise(at_blocks(first, cuts, last, min(self.block_rows, task_rows)).tolist()):
             begin, end = np.searchsorted(runs[:, 1], a, side="right"), np.searchsorted(runs[:, 0], b, side="left")
             if begin < end:
                 reads.append(runs[begin:end].clip(a, b))
                 rows += int(np.diff(reads[-1]).sum())
-            if rows >= task_rows:
+            if reads and rows >= goal:  # of all tasks, since cuts at whole blocks may be short of a task's rows
                 yield reads
-                reads, rows = [], 0
+                reads, goal = [], goal + task_rows
         if reads:
             yield reads
 

@@ -520,6 +520,17 @@ def grown(meta, episodes, rows=300):
     )
 
 
+@pytest.mark.parametrize("count", [1, 7, 60])
+def test_about_as_many_tasks_as_asked(roots, monkeypatch, count):
+    """Reads end at whole blocks, and often before the rows of a task."""
+    without_ray(monkeypatch)
+    meta = grown(load_metadata(roots["rollover"]), 300)
+    for window in (64, 1024, 8192):
+        source = datasource([meta], camera_keys=[], shuffle_seed=0, shuffle_window=window, num_tasks=count)
+        rows = [task.metadata.num_rows for task in source.get_read_tasks(1)]
+        assert 0.8 * count <= len(rows) <= count and sum(rows) == 90_000, window
+
+
 @pytest.mark.parametrize(
     ("episodes", "seed", "stream"), [(20_000, None, True), (5000, 0, False), (20_000, 0, True), (20_000, 0, False)]
 )

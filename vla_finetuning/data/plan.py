@@ -384,7 +384,7 @@ class _Source:
         return epoch, part, int(bounds[part]), int(bounds[part + 1])
 
     def runs(self, first: int, last: int) -> Iterator[Runs]:
-        """Yield the segments at positions [first, last) of the source's stream."""
+        """Yield the segments at positions [first, last) of the source's stream, the outer two clipped."""
         while first < last:
             epoch, part, begin, end_of_part = self._part_at(first)
             offset, until = first - begin, min(last, end_of_part) - begin
