@@ -253,6 +253,22 @@ def test_a_file_of_several_processes_is_a_file_each(url, tmp_path):
     assert file_of_process(tmp_path / "run.log") == tmp_path / "run.log"
 
 
+def test_a_copy_of_googles_store(googles_faults, tmp_path, monkeypatch):
+    """Its puts have another tag than its listings."""
+    monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
+    forget()
+    one, other = as_path("gs://runs/a/run"), other_process("gs://runs/a/run")
+    append_line(one / "m.jsonl", "1")
+    push(one)
+    pull(other)
+    append_line(other / "m.jsonl", "2")
+    push(other, only_if_unchanged=True)
+    append_line(one / "m.jsonl", "3")
+    with pytest.raises(ChangedError):
+        push(one, only_if_unchanged=True)
+    forget()
+
+
 def test_a_folder_is_fetched_once_for_those_who_read_it_together(url, faults, tmp_path):
     bucket, names = Bucket(url), ("config.json", "model.safetensors", "tokenizer/vocab.json")
     for name in names:
