@@ -203,6 +203,7 @@ class TrainableOptimizer:
     Attributes:
         optimizer: optimizer whose step changes nothing if `found_inf` is 1.0, like torch's fused kernels; Adam or AdamW
             if parameters are sharded. A parameter group may have an `lr_scale`, a factor of the schedule's rate.
+        buffers: those to save in checkpoints, by name.
         schedule: learning rate by the number of optimizer steps done before.
         keeps_gradients: whether gradients stay in memory (DDP's buckets) and are zeroed in place, not freed.
         average: exponential moving average of `params` with `decay`, fp32, sharded like them; empty if disabled.
@@ -398,7 +399,8 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> Callable[[int], float]:
     """Return the learning rate by steps done before, as of LeRobot's `CosineDecayWithWarmupSchedulerConfig`.
 
-    The cosine's period begins at step 0; openpi's begins after the warm-up.
+    Linear from peak / (warmup_steps + 1), then a cosine whose period begins at step 0; openpi's begins after the
+    warm-up.
     """
 
     def schedule(step: int) -> float:

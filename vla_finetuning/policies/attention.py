@@ -62,7 +62,7 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor,
 
 
 def _fold(query: Tensor, key: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries as (B, G, tokens * H / G, D), and the bias in the matching shape."""
+    """Return queries (B, H, tokens, D) as (B, G, tokens * H / G, D), and the bias in the matching shape."""
     # Kernels with a mask need as many key heads as query heads. Folding query heads that share keys into more queries
     # needs no copy where G is 1. Repeated keys and values would be stored for backward; as expanded views they make the
     # memory-efficient kernel wrong at some lengths (torch 2.11, pytorch/pytorch#191937).

@@ -288,7 +288,10 @@ class Family:
     def prepared(
         self, prepare: Callable[[Columns], Columns], config: PreTrainedConfig, tokenizer_step: Any
     ) -> Callable[[Columns], Columns]:
-        """Return `prepare`, extended by the columns that the loss needs besides the processors' output."""
+        """Return `prepare`, extended by the columns that the loss needs besides the processors' output.
+
+        `tokenizer_step` is None if the processors make no tokens.
+        """
         return prepare
 
     def with_text_datasets(self, datasets: Sequence[TextDataset]) -> Family:

@@ -1,7 +1,7 @@
 """Flow matching: losses, random draws and samplers of policies that predict the velocity from actions to noise.
 
-A policy overrides `FlowLoss.prefix` and `FlowLoss.velocity`, which compute its network layer by layer. The function of
-a layer can be compiled, be recomputed in backward, and run with weights gathered by FSDP2.
+A policy overrides `prefix`, `velocity` and `layers` of `FlowLoss`, and computes its network layer by layer. The
+function of a layer can be compiled, be recomputed in backward, and run with weights gathered by FSDP2.
 
 Legend: B batch, K draws of noise and time per row, T chunk, A action.
 """
@@ -55,7 +55,7 @@ def sample_noise_and_time(
     Runs on the device without a host sync. CPU and CUDA generators give different numbers.
 
     Args:
-        times: time distribution of a policy whose configuration has none, as of `PI05Pytorch.sample_time`.
+        times: time distribution; None: that of the configuration, as in `PI05Pytorch.sample_time`.
     Returns:
         noise float32 (G, T, max_action_dim), standard normal; time float32 (G,). With MAX_DELAY in the configuration
         time is (G, T, 2), as `give_first_actions` returns it.
@@ -93,8 +93,8 @@ def give_first_actions(time: Tensor, chunk: int, max_delay: int, generator: torc
     time 0, the clean end of the flow, and no loss.
 
     Returns:
-        float32 (G, T, 2): the time and the loss weight of each action. The weight is 0 for given actions. It is scaled
-        so that the mean over all actions of the step equals the mean over its predicted actions.
+        float32 (G, T, 2), from `time` (G,): the time and the loss weight of each action. The weight is 0 for given
+        actions. It is scaled so that the mean over all actions of the step equals the mean over its predicted actions.
     """
     delays = torch.randint(max_delay + 1, (len(time), 1), generator=generator, device=time.device)
     predicted = torch.arange(chunk, device=time.device) >= delays

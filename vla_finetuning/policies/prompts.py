@@ -23,7 +23,7 @@ def prompt_lengths(longest: int, images: int, steps: int) -> tuple[int, ...]:
 
     Args:
         longest: length that the tokenizer pads to.
-        images, steps: numbers of positions before the prompt, and after it.
+        images, steps: numbers of positions before the prompt, and of those after it that attend to it.
     """
     step = STEP * -(-longest // (STEP * MAX_LENGTHS))
     lengths = (*range(step, longest, step), longest)
@@ -40,7 +40,7 @@ def _next_safe_length(length: int, images: int, steps: int) -> int:
 
 
 def cut_prompts(columns: Mapping[str, np.ndarray], lengths: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Cut the prompts of a micro-batch, (B, L), to the smallest of `lengths` that fits all; keep other columns.
+    """Cut prompts and masks of a micro-batch, (B, L), to the smallest of `lengths` that fits all; keep other columns.
 
     Padding on the left cannot be cut. Raises ValueError for a prompt that is longer than the last length.
     """

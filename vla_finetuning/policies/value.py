@@ -141,7 +141,7 @@ class ValueLoss(PolicyLoss):
 
 
 def two_bins(returns: Tensor, bins: int) -> Tensor:
-    """Return the distribution on the two nearest bins whose mean is the return (B,), clamped to -1 and 0: (B, K)."""
+    """Return distributions float32 (B, K) on the two nearest bins, whose means are returns (B,) clamped to -1 and 0."""
     place = (returns.clamp(-1.0, 0.0) + 1.0) * (bins - 1)
     low = place.floor().clamp(max=bins - 2)
     upper = place - low

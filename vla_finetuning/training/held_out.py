@@ -91,8 +91,9 @@ class HeldOutLoss:
         """Compute the held-out loss, the same on all ranks, by one collective and one read from the device.
 
         Every rank must call it. `eval_loss` is the mean over all rows and draws. `eval_skipped` counts rows that could
-        not be read (--dataset.on_error=skip). A loss by row adds `eval_loss_by_task` for the tasks with the most rows,
-        and `eval_loss_by_time` over equal intervals of the flow time, None for an empty interval.
+        not be read (--dataset.on_error=skip). Several robots add `eval_loss_by_robot`. A loss by row adds
+        `eval_loss_by_task` for the tasks with the most rows, and `eval_loss_by_time` over equal intervals of the flow
+        time, None for an empty interval.
         """
         started = time.perf_counter()
         rows = len(self._rows.positions) * self._per_row

@@ -47,7 +47,7 @@ def spread(
     Frozen parameters stay whole on every process.
 
     Args:
-        loss: module on `device` with trainable parameters chosen.
+        loss: module on `device` with trainable parameters chosen. Call the module, not its `forward`.
         replicas: for hsdp, the ranks of each replica, from `replicas_on`; one replica when None.
         autocast: dtype of the forward. FSDP2 gathers units of linear layers alone in it. Gradients travel in float32.
         find_unused_parameters: whether DDP searches every step for parameters without a gradient on any process. AdamW

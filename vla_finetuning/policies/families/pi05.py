@@ -234,7 +234,7 @@ class PI05Loss(FlowLoss):
         return core.action_in_proj(noisy_actions), condition
 
     def _suffix_bias(self, prefix: Prefix, tokens: int) -> Tensor:
-        """Return the attention bias of the suffix, (B, 1, 1, P + tokens); its tokens see each other."""
+        """Return the attention bias of the suffix, float32 (B, 1, 1, P + tokens); its tokens see each other."""
         return F.pad(prefix.bias, (0, tokens))
 
     def _rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -302,7 +302,7 @@ def later_layer(
         prefix_key, prefix_value: (B, KV heads, P, head_dim).
         condition: condition of the norms of PI0.5's action expert, (B*K, width).
     Returns:
-        hidden, and keys and values of prefix and tokens.
+        hidden, and keys and values of prefix and tokens (B*K, KV heads, P + T, head_dim).
     """
     normed, gate = norm(layer.input_layernorm, hidden, condition)
     normed = cast_for(normed, layer.self_attn.q_proj)
