@@ -17,7 +17,7 @@ from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import resolve, with_stats
 from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.checkpoint import check_resumable, commit, write_pieces
-from vla_finetuning.run.progress import RowsLog
+from vla_finetuning.run.progress import RowsLog, recorded_rows
 
 CAMERA = {"observation.images.top": (48, 64)}
 # Of five episodes; nothing moves in these frames, nor in any of the last episode.
@@ -228,3 +228,7 @@ def test_check_rows_proves_that_rows_came_as_often_as_chosen(setting, recorded, 
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert check_rows.main([str(run.job.output_dir)]) == 1
     assert "2 not among those chosen" in capsys.readouterr().out
+    # A last line that a crash has cut off does not count, nor do those that a later attempt trains anew.
+    path.write_text(path.read_text() + '{"attempt": 0, "ep')
+    start_attempt(run.job.output_dir, 2, 1)
+    assert {line["step"] for line in recorded_rows(run.job.output_dir)} == {1, 2}
