@@ -1,14 +1,15 @@
 """Check build.yaml and all it refers to, so that a template does not first fail on a paid cluster.
 
-    python ci/validate_build_yaml.py [FILE]
+    python ci/validate_build_yaml.py [--no-network] [--registry HOST] [FILE]
 
 Checked: keys and values; that named files exist; that no head node schedules work; that the image has the Ray of
-requirements.txt, the Python of .python-version, and CUDA. One line per fault, `FILE:LINE: what is wrong`. Exit status 0
-when there is none, otherwise 1.
+requirements.txt, the Python of .python-version, and CUDA; and, with the network, that the image exists. One line per
+fault, `FILE:LINE: what is wrong`. Exit status 0 when there is none, otherwise 1.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import sys
@@ -17,12 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import httpx
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 from yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_-]*$")]
 Text = Annotated[str, StringConstraints(min_length=1)]
+# What comes back for a tag depends on which of these a registry knows the image by.
+MANIFESTS = (
+    "application/vnd.oci.image.index.v1+json, application/vnd.docker.distribution.manifest.list.v2+json, "
+    "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
+)
 
 
 class Strict(BaseModel):
@@ -171,14 +178,14 @@ def parse[T](kind: type[T], source: Yaml, faults: Faults) -> T:
         raise BadFile from None
 
 
-def check(path: Path, faults: Faults) -> None:
-    """Note all faults of build.yaml at `path`."""
+def check(path: Path, faults: Faults) -> list[tuple[str, int]]:
+    """Note all faults of build.yaml at `path` that need no network. Returns its images and their lines."""
     try:
         source = read_yaml(path, faults)
         templates = parse(list[Template], source, faults)
     except BadFile:
-        return
-    root = path.parent
+        return []
+    root, images = path.parent, []
     for index, template in enumerate(templates):
 
         def fault(message: str, *loc: str, index: int = index) -> None:
@@ -199,6 +206,8 @@ def check(path: Path, faults: Faults) -> None:
                 check_compute_config(root / name, faults)
         for problem in image_problems(template.cluster_env.image_uri, root):
             fault(problem, "cluster_env", "image_uri")
+        images.append((template.cluster_env.image_uri, source.line(index, "cluster_env", "image_uri")))
+    return images
 
 
 def words(command: str) -> list[str]:
@@ -258,14 +267,61 @@ def image_problems(image_uri: str, root: Path) -> Iterator[str]:
         yield f"{image_uri} is an image without CUDA; its GPUs would stay idle (-cu128, for example)"
 
 
-def main(argv: list[str]) -> int:
-    file, faults = Path(argv[0] if argv else "build.yaml"), Faults()
-    check(file, faults)
+def image_found(image_uri: str, default_registry: str | None, timeout_s: float = 30.0) -> str | None:
+    """Ask the image's registry (registry HTTP API v2, anonymously) for its manifest.
+
+    Returns None when it is there, otherwise what to say. Raises LookupError when there is no registry to ask: the image
+    names no registry and no default was given.
+    """
+    first, _, rest = image_uri.partition("/")
+    named = rest and ("." in first or ":" in first or first == "localhost")
+    registry, image = (first, rest) if named else (default_registry, image_uri)
+    if registry is None:
+        raise LookupError(f"{image_uri} names no registry; --registry HOST says which one to ask")
+    repository, _, tag = image.rpartition(":")
+    scheme = "http" if registry.partition(":")[0] in ("localhost", "127.0.0.1") else "https"
+    url = f"{scheme}://{registry}/v2/{repository}/manifests/{tag}"
+    headers = {"Accept": MANIFESTS}
+    try:
+        with httpx.Client(timeout=timeout_s, follow_redirects=True) as client:
+            answer = client.head(url, headers=headers)
+            challenge = answer.headers.get("www-authenticate", "")
+            if answer.status_code == 401 and challenge.lower().startswith("bearer "):
+                asked = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
+                token = client.get(asked.pop("realm", ""), params=asked).raise_for_status().json()
+                headers["Authorization"] = f"Bearer {token.get('token') or token['access_token']}"
+                answer = client.head(url, headers=headers)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
+        return f"{image_uri}: {registry} could not be asked: {error!r} (--no-network leaves this check out)"
+    if answer.status_code == 404:
+        return f"{image_uri}: {registry} has no such image"
+    if answer.status_code != 200:
+        return f"{image_uri}: {registry} answered {answer.status_code}; does the image need a login?"
+    return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Check build.yaml and all it refers to.")
+    parser.add_argument("file", nargs="?", type=Path, default=Path("build.yaml"))
+    parser.add_argument("--no-network", action="store_true", help="do not ask whether the image exists")
+    parser.add_argument("--registry", help="host to ask for images that name none")
+    options = parser.parse_args(argv)
+    faults = Faults()
+    images = check(options.file, faults)
+    for image, line in images:
+        if options.no_network:
+            print(f"{options.file}:{line}: not checked whether {image} exists (--no-network)")
+            continue
+        try:
+            if problem := image_found(image, options.registry):
+                faults.add(options.file, line, problem)
+        except LookupError as error:
+            print(f"{options.file}:{line}: not checked whether the image exists: {error}")
     for fault in faults.found:
         print(fault, file=sys.stderr)
-    print(f"{file}: {len(faults.found)} faults" if faults.found else f"{file}: valid")
+    print(f"{options.file}: {len(faults.found)} faults" if faults.found else f"{options.file}: valid")
     return 1 if faults.found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

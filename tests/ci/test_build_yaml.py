@@ -1,7 +1,10 @@
 """ci/validate_build_yaml.py: the project's own build.yaml passes; each way to get it wrong is named with its line."""
 
+import http.server
+import json
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from ci.validate_build_yaml import main
 
 ROOT = Path(__file__).resolve().parents[2]
+IMAGE = "anyscale/ray:2.60.0-py312-cu128"
 
 
 @pytest.fixture
@@ -28,9 +32,9 @@ def edit(path, old, new):
     path.write_text(text.replace(old, new))
 
 
-def faults(project, capsys):
+def faults(project, capsys, *arguments):
     """The faults, without the folder before them; and that the exit status says whether there are any."""
-    status = main([str(project / "build.yaml")])
+    status = main([str(project / "build.yaml"), *(arguments or ["--no-network"])])
     lines = capsys.readouterr().err.replace(f"{project}/", "").splitlines()
     assert status == (1 if lines else 0)
     return lines
@@ -96,3 +100,56 @@ def test_an_empty_or_absent_file_is_a_fault(project, capsys):
     assert faults(project, capsys) == ["build.yaml:1: is empty"]
     (project / "build.yaml").unlink()
     assert "cannot be read" in faults(project, capsys)[0]
+
+
+class Registry(http.server.BaseHTTPRequestHandler):
+    """As public registries: a manifest is shown only to those who fetched an anonymous token first."""
+
+    def do_HEAD(self):
+        if self.headers.get("Authorization") != "Bearer anonymous":
+            self.send_response(401)
+            realm = f"http://{self.headers['Host']}/token"
+            self.send_header("WWW-Authenticate", f'Bearer realm="{realm}",service="r",scope="repository:x:pull"')
+        else:
+            tag = self.path.rpartition("/")[2]
+            known = self.path.startswith("/v2/anyscale/ray/manifests/") and tag == "2.60.0-py312-cu128"
+            self.send_response(403 if tag.endswith("cu130") else 200 if known else 404)
+        self.end_headers()
+
+    def do_GET(self):
+        asked = self.path == "/token?service=r&scope=repository%3Ax%3Apull"
+        self.send_response(200 if asked else 400)
+        self.end_headers()
+        self.wfile.write(json.dumps({"token": "anonymous"}).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def registry():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Registry) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_registry_is_asked_for_the_image(project, capsys, registry):
+    assert faults(project, capsys, f"--registry={registry}") == []
+    edit(project / "build.yaml", "-cu128", "-cu126")
+    assert "build.yaml:7: " in (found := faults(project, capsys, f"--registry={registry}")[0])
+    assert f"{registry} has no such image" in found
+    edit(project / "build.yaml", "-cu126", "-cu130")
+    assert "answered 403" in faults(project, capsys, f"--registry={registry}")[0]
+
+
+def test_an_images_own_registry_comes_first(project, capsys, registry):
+    edit(project / "build.yaml", IMAGE, f"{registry}/{IMAGE}")
+    assert faults(project, capsys, "--registry=127.0.0.1:1") == []
+    edit(project / "build.yaml", f"{registry}/{IMAGE}", f"127.0.0.1:1/{IMAGE}")
+    assert "127.0.0.1:1 could not be asked" in faults(project, capsys, "--registry=none")[0]
+
+
+def test_what_is_not_checked_is_said(project, capsys):
+    assert main([str(project / "build.yaml")]) == 0
+    assert "not checked whether the image exists" in capsys.readouterr().out
