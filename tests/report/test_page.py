@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import html
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import threading
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -231,19 +233,40 @@ def test_the_command_writes_it_anew(folder, tmp_path, capsys):
 
 # ---- in a browser -----------------------------------------------------------------------------------------------
 
+# Shows a page in a frame as wide as a screen (a window is never narrower than 500), and writes what is seen of it.
+PROBE = """<!doctype html><iframe style="width: WIDTHpx; height: 900px; border: 0"></iframe><script>
+const frame = document.querySelector("iframe");
+frame.onload = () => {
+  const page = frame.contentDocument, view = frame.contentWindow, all = tags => [...page.querySelectorAll(tags)];
+  all("details").forEach(d => { d.open = true; });
+  const texts = all("svg text").filter(t => t.textContent.trim()), focusable = all("a[href], summary, [tabindex='0']");
+  document.body.textContent = "SEEN" + JSON.stringify({
+    overflow: page.documentElement.scrollWidth - view.innerWidth,
+    svgs: all("svg").map(s => s.getBoundingClientRect()).map(r => [r.width, r.height, r.right]),
+    sizes: texts.map(t => parseFloat(view.getComputedStyle(t).fontSize) * t.getScreenCTM().a).filter(Boolean),
+    images: [...page.images].map(i => i.naturalWidth),
+    paper: view.getComputedStyle(page.body).backgroundColor,
+    inks: [...new Set(texts.map(t => view.getComputedStyle(t).fill))],
+    unreachable: focusable.filter(e => (e.focus(), page.activeElement !== e)).map(e => e.outerHTML.slice(0, 80)),
+    outline: (focusable[1].focus({focusVisible: true}), view.getComputedStyle(focusable[1]).outlineStyle),
+  }) + "SEEN";
+};
+frame.srcdoc = PAGE;
+</script>"""
+
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    """`browser(html)`: the document after it ran, and what the console said."""
+    """`browser(html, *flags)`: the document after it ran, and what the console said."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("needs Chromium: apt-get install chromium")
 
-    def show(path):
+    def show(path, *flags):
         out, err = (tmp_path_factory.mktemp("browser") / name for name in ("out", "err"))
         options = ["--headless=new", "--no-sandbox", "--no-zygote", "--disable-gpu", "--disable-dev-shm-usage"]
         options += [f"--user-data-dir={out.parent / 'profile'}", "--enable-logging=stderr", "--dump-dom"]
-        command = [chromium, *options, "--virtual-time-budget=4000", f"file://{path}"]
+        command = [chromium, *options, *flags, "--virtual-time-budget=4000", f"file://{path}"]
         # Files, and a group of its own: what it starts would keep pipes open, and must not outlive a time limit.
         with open(out, "w") as out_file, open(err, "w") as err_file:
             process = subprocess.Popen(command, stdout=out_file, stderr=err_file, start_new_session=True)
@@ -263,7 +286,7 @@ class Heard(Handler):
         self.answer(404)
 
 
-@pytest.mark.parametrize("protected", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("protected", [pytest.param(False, marks=pytest.mark.gate), True])
 def test_markup_that_got_into_a_page_does_nothing(browser, folder, tmp_path, protected):
     """As if a name had not been escaped: without the page's policy all of it works."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Heard)
@@ -287,3 +310,28 @@ def test_markup_that_got_into_a_page_does_nothing(browser, folder, tmp_path, pro
     else:
         assert paths == {"import", "img", "sheet", "frame", "script", "handler", "url"}
         assert 'style="color' in document
+
+
+def luminance(colour):
+    levels = np.array(re.findall(r"\d+", colour)[:3], float) / 255
+    return np.where(levels <= 0.04045, levels / 12.92, ((levels + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(("width", "is_light"), [(1280, True), (390, False)])
+def test_a_browser_shows_it(browser, folder, tmp_path, width, is_light):
+    """On a wide light screen and a narrow dark one: all of it fits, can be read, and is reached by the keyboard."""
+    shown, probe = json.dumps(write_report(folder).read_text()).replace("<", "\\u003c"), tmp_path / "probe.html"
+    probe.write_text(PROBE.replace("WIDTH", str(width)).replace("PAGE", shown))
+    flags = f"--blink-settings=preferredColorScheme={int(is_light)}", "--window-size=1400,900"
+    document, console = browser(probe, *flags)
+    seen = json.loads(html.unescape(document.split("SEEN")[1]))
+    assert console == [] and seen["overflow"] <= 0 and len(seen["svgs"]) >= 11
+    assert all(w >= min(300, width - 80) and h >= 80 and right <= width for w, h, right in seen["svgs"])
+    assert len(seen["sizes"]) > 50 and min(seen["sizes"]) >= 9
+    assert seen["images"] == [64] * dataset_look.MOMENTS
+    assert seen["unreachable"] == [] and seen["outline"] == "solid"
+    paper = luminance(seen["paper"])
+    assert paper > 0.9 if is_light else paper < 0.02
+    for ink in map(luminance, seen["inks"]):
+        assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) >= 4.5  # WCAG 2.2, 1.4.3

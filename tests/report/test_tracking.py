@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -210,30 +211,50 @@ found = [points, config["lr"], config["code_revision"]]
 }
 PROGRAM = """
 import json, sys
-from pathlib import Path
-from tests.report.test_tracking import PROJECT, a_whole_run
+from tests.report import test_tracking
+from tests.report.test_tracking import PROJECT
+from vla_finetuning.buckets.mirror import as_path, fetched, synced
 
-folder, tracker, read_back = Path(sys.argv[1]), *sys.argv[2:]
-a_whole_run(folder, tracker)
-exec(read_back)
+folder, tracker, read_back, part = as_path(sys.argv[1]), *sys.argv[2:]
+with synced(folder):
+    getattr(test_tracking, part)(folder, tracker)
+with fetched(folder) as folder:
+    exec(read_back)
 print("FOUND " + json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("name", READ_BACK)
-def test_others_show_what_metrics_jsonl_says(folder, tmp_path, name):
-    """In one run, offline; of a step that was logged twice the last point counts."""
-    if name != "trackio":  # which is among the requirements
-        pytest.importorskip(name, reason=f"pip install {PACKAGES.get(name, name)}")
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRACKIO_DIR": str(tmp_path / "trackio")}
-    environment |= {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": ""}
-    command = [sys.executable, "-c", PROGRAM, str(folder), name, READ_BACK[name]]
+def read_after(part, folder, name, **environment):
+    """Return the points that a tracker has after a part of a run, its learning rate, and the revision."""
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "WANDB_MODE": "offline"}
+    environment |= {"MLFLOW_TRACKING_URI": ""}
+    command = [sys.executable, "-c", PROGRAM, str(folder), name, READ_BACK[name], part]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (printed,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
-    points, lr, revision = json.loads(printed.removeprefix("FOUND "))
+    return json.loads(printed.removeprefix("FOUND "))
+
+
+@pytest.mark.parametrize("in_bucket", [False, pytest.param(True, marks=pytest.mark.gate)])
+@pytest.mark.parametrize("name", READ_BACK)
+def test_others_show_what_metrics_jsonl_says(folder, tmp_path, monkeypatch, name, in_bucket):
+    """In one run, offline, though its first machine is gone; of a step that was logged twice the last point counts."""
+    if name != "trackio":  # which is among the requirements
+        pytest.importorskip(name, reason=f"pip install {PACKAGES.get(name, name)}")
+    if in_bucket:
+        monkeypatch.delenv("TRACKIO_DIR", raising=False)
+        with runs_bucket():
+            Bucket(there := f"s3://runs/{name}/run7").write("config.json", (folder / "config.json").read_bytes())
+            for part in ("until_it_stops", "resumed_to_the_end"):
+                (machine := tmp_path / part).mkdir()
+                points, lr, revision = read_after(part, there, name, TMPDIR=str(machine))
+                shutil.rmtree(machine)
+    else:
+        directory = str(tmp_path / "trackio")
+        points, lr, revision = read_after("a_whole_run", folder, name, TRACKIO_DIR=directory)
+        assert said(folder) == LOSSES
     losses = {step: value for step, key, value in points if key == "train/loss"}
-    assert list(losses.items()) == LOSSES == said(folder)
+    assert list(losses.items()) == LOSSES
     errors = [(step, key, value) for step, key, value in points if key.startswith("eval")]
     assert sorted(errors) == [(50, key, value) for key, value in sorted(ERRORS.items())]
     assert (lr, revision) == (2.5e-5, tracking.code_revision())
