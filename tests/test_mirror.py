@@ -185,6 +185,21 @@ def test_a_file_that_was_deleted_here_stays_in_the_bucket(url):
     assert bucket.names() == set() and not (one / "inner").exists()
 
 
+def test_a_journal_that_sqlite_deleted_is_not_applied_again(url):
+    """Here or elsewhere, to a database that has changed since: MLflow's and Trackio's were damaged."""
+    one, bucket = as_path(url), Bucket(url)
+    journal = one / "mlflow.db-journal"
+    for pages in ("old", "newer"):
+        journal.write_text(pages)
+        push(one)
+        assert bucket.read("mlflow.db-journal") == pages.encode()
+        journal.unlink()
+        pull(one)
+        assert not journal.exists()
+        push(one)
+        assert bucket.read("mlflow.db-journal") == b""
+
+
 def test_what_marks_a_folder_as_whole_is_sent_last_and_deleted_first(url, faults):
     one = as_path(url)
     for name in ("config.json", "model.safetensors", "z.json"):

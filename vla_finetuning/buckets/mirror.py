@@ -53,6 +53,8 @@ FINAL_PATIENCE_S = 10.0
 AT_ONCE = 8
 # Files that mark others as complete: sent last and deleted first.
 MARKS = ("config.json", "state.json", "tracking.json", "finished.json")
+# Suffixes of SQLite's journals. SQLite applies one that it finds to the database, which may be newer.
+JOURNALS = ("-journal", "-wal")
 HEAVY_FOLDERS, HEAVY_SUFFIX = ("rows", "rollouts", "pretrained_model", "adapter"), ".safetensors"
 # Files of other processes to pull: all, only those directly in the folder, or none.
 Pulls = Literal["all", "top"] | None
@@ -193,7 +195,7 @@ class Mirror:
     def push(
         self, name: str, is_wanted: Callable[[str], bool] = lambda name: True, *, only_if_unchanged: bool = False
     ) -> None:
-        """Send files that this process changed. Only `remove` deletes objects.
+        """Send files that this process changed. Only `remove` deletes objects; journals that are gone become empty.
 
         Raises ChangedError if another process wrote a file, and this process is not the owner, or `only_if_unchanged`.
         """
@@ -203,6 +205,10 @@ class Mirror:
             # Read first the files that are sent last: a line arrives after the files that it refers to.
             early = [entry for entry in reversed(ordered) if _is_marker(entry) or "/" not in entry]
             read = {entry: _read(self.folder / entry) for entry in early}
+            journals = [entry for entry, state in self._known.items() if entry.endswith(JOURNALS) and state.stat]
+            for entry in filter(is_wanted, journals):
+                if _is_in(entry, name) and not (self.folder / entry).exists():
+                    self._send(entry, None, b"", only_if_unchanged)
             for entry in ordered:
                 content = read[entry] if entry in read else _read(self.folder / entry)
                 if content is not None:  # None: deleted since the listing
@@ -283,7 +289,8 @@ class Mirror:
 
     def _is_changed_remotely(self, name: str, content: Content) -> bool:
         state = self._known.get(name)
-        is_same = state is not None and state.listed_tag in (None, content.tag) and (self.folder / name).exists()
+        is_here = name.endswith(JOURNALS) or (self.folder / name).exists()
+        is_same = state is not None and state.listed_tag in (None, content.tag) and is_here
         return not (is_same or self._is_changed(name))
 
     def _fetch(self, name: str, content: Content) -> None:
@@ -302,7 +309,7 @@ class Mirror:
         os.replace(temporary, target)
         self._known[name] = _Known(tag, content.tag, _stat(target))
 
-    def _send(self, name: str, stat: tuple[int, int], data: bytes | None, only_if_unchanged: bool) -> None:
+    def _send(self, name: str, stat: tuple[int, int] | None, data: bytes | None, only_if_unchanged: bool) -> None:
         state, tag = self._known.get(name), None
         if data is None:
             self.store.upload(self.folder / name, self.key_of(name))
