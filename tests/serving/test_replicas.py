@@ -18,7 +18,7 @@ from tests.serving.test_openpi import expected, message
 from vla_finetuning.rollouts.player import PolicySource
 from vla_finetuning.serving.openpi import pack, unpack
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.gate]
 CLIENTS = 8
 
 
