@@ -147,6 +147,9 @@ def test_one_episode_that_would_end_the_run(setting, root, capsys):
     status, printed = dry_run(setting, root, capsys, *proposed)
     assert status == 0
     assert f"Looked at    {root}: 29 rows of 4 episodes, 8 of them with every camera's frame" in printed
+    edit(root, STILL, lambda row, image: {"bytes": b"x" * 99, "path": None})
+    status, printed = dry_run(setting, root, capsys)
+    assert status == 2 and "so it is in all 5 episodes that were looked at" in printed and "exclude" not in printed
 
 
 @pytest.mark.parametrize(
