@@ -116,6 +116,7 @@ def test_columns_that_cannot_be_meant(metas, column, message):
             "column weight is of type string; .*takes a .csv or .parquet with the columns",
         ),
         ("w.json", '{"one": 2}', "invalid literal"),
+        ("w.json", f'{{"1": {10**20}}}', "too large .*takes a .csv"),
         ("w.json", "[1, 2]", "found a list"),
         ("w.json", '{"/x": {"1": 2}}', r"names \['/x'\], which are not among the datasets"),
         ("w.json", "", "takes a .csv"),

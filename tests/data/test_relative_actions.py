@@ -45,6 +45,9 @@ def test_equals_lerobots(tmp_path):
     how = RelativeActions(CHUNK, (True, False, True))
     stats = partial(relative_action_stats, cache_dir=None, episodes=meta.episode_index)
     assert_same(stats(meta, how), lerobots(root, meta.features["action"].names))
+    for spec in (how, how, replace(how, chunk_size=5)):
+        relative_action_stats(meta, spec, cache_dir=tmp_path / "cache", episodes=meta.episode_index)
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # of other chunks there is another file
     # Of actions two frames apart, the same as of a dataset with every other frame, for episodes from even and odd ones.
     rows = [all_rows(root, [key])[key].astype(np.float32) for key in ("action", "observation.state")]
     apart = RelativeActions(3, how.dimensions, step=2)

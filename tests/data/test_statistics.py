@@ -147,6 +147,12 @@ def test_a_damaged_cache_is_computed_again(root, tmp_path, damage):
     assert json.loads(path.read_text())["action"]["q01"] == first["action"]["q01"].tolist()
 
 
+def test_a_stored_statistic_of_another_shape(root):
+    edit_stats(root, lambda stats: stats["action"]["q99"].pop())
+    with pytest.raises(ValueError, match=r"'q99' of 'action' has shape \(2,\), expected \(3,\)"):
+        complete_stats(load_metadata(root), {"action": {"q99"}})
+
+
 def rewrite_column(root, meta, key, values):
     path = root / meta.data_files[0]
     table = pq.read_table(path)

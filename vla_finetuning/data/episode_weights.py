@@ -137,7 +137,7 @@ def _read_values(path: Path, roots: Sequence[str], named: Callable[[str], str], 
         raise FileNotFoundError(f"{path}: no such file; {_forms(flag, column)}")
     try:
         by_root = _by_root(_read_table(path, column), named, column)
-    except (ValueError, TypeError, KeyError, pa.ArrowException) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, pa.ArrowException) as error:
         raise ValueError(f"{path}: {error}; {_forms(flag, column)}") from error
     if "" in by_root and len(roots) > 1:
         raise ValueError(
