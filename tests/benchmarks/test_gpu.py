@@ -1,10 +1,12 @@
 """The command for the day that there is a GPU, on a day that there is none: all of it, tiny."""
 
 import json
+import os
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from benchmarks import gpu, step
 from benchmarks.sections import Results, Section, run_sections
 from tests.benchmarks import planted
+from vla_finetuning.training.memory import GIB, StepMemory
 
 CPU = torch.device("cpu")
 ORDER = ("machine", "run", "step", "checkpoint", "prediction", "live data", "attention", "audit_syncs", "tests")
@@ -43,6 +46,13 @@ def test_all_of_it_runs_on_a_cpu(no_ray_cluster, tmp_path, capfd, monkeypatch):
     assert "host waits between log steps: 0, predicted 0" in text and "failed: nothing" in text
 
 
+def test_ray_sees_no_cluster_of_others(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with gpu.own_ray():
+        assert "RAY_ADDRESS" not in os.environ and os.listdir(os.environ["RAY_TMPDIR"]) == []
+    assert os.environ["RAY_ADDRESS"] == "127.0.0.1:1"
+
+
 # ---- sections -------------------------------------------------------------------------------------------------------
 
 
@@ -68,6 +78,15 @@ def test_what_breaks_a_process_is_a_result_and_the_others_are_complete(tmp_path,
     stat = Path(f"/proc/{found['child of the hang']['result']}/stat")
     # What it had started is gone with it, or waits for its parent to ask how it ended.
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.gate
+def test_it_ends_within_its_minutes(tmp_path):
+    started = time.monotonic()
+    found = run_sections([section("hang", limit_s=600.0), section("fine")], tmp_path / "found.json", 6 / 60)
+    assert time.monotonic() - started < 60  # not 600
+    assert found["hang"]["error"].startswith("TimeoutError: not done after 6 s")
+    assert found["fine"]["left_out"] == "takes about 0 s, and 0 s are left"
 
 
 def results(path, seconds=60.0):
@@ -100,6 +119,25 @@ def test_a_contender_goes_no_further_than_its_memory(tmp_path, monkeypatch):
     assert [name for name in taking.entries if "naive" in name] == ["step, full, naive, 1 rows"]
 
 
+def test_sizes_are_those_that_the_plan_has_room_for(monkeypatch):
+    """With what a GPU holds beside the step, as a run of the program is refused or not."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=20 * GIB))
+    monkeypatch.setattr(step, "planned", lambda config, mode, size, *_: StepMemory(0, 0, 0, 0, size * GIB, 4 * GIB))
+    assert gpu.planned_bytes("full", 16, torch.device("cuda")) == 16 * GIB
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=19 * GIB))
+    assert gpu.planned_bytes("full", 16, torch.device("cuda")) is None
+
+
+@pytest.mark.gate
+def test_failing_gpu_tests_are_an_error(tmp_path, monkeypatch):
+    (tmp_path / "test_it.py").write_text("def test_it():\n    assert 1 == 2\n")
+    taking = results(tmp_path / "found.json")
+    taking.take("tests", 0.0, partial(gpu.gpu_tests, CPU, chosen=[str(tmp_path / "test_it.py"), "-c", os.devnull]))
+    error = taking.entries["tests"]["error"]
+    assert error.startswith("RuntimeError: pytest ended with status 1\n") and "assert 1 == 2" in error
+    assert gpu.table(taking.entries).endswith("failed: tests")
+
+
 def test_a_checkpoint_that_is_read_back_with_other_bits_is_an_error(tmp_path, monkeypatch):
     read = gpu.checkpoints.load_checkpoint
 
@@ -110,6 +148,19 @@ def test_a_checkpoint_that_is_read_back_with_other_bits_is_an_error(tmp_path, mo
     monkeypatch.setattr(gpu.checkpoints, "load_checkpoint", damaged)
     with pytest.raises(RuntimeError, match="1 tensors were read back with other bits, e.g. trainable "):
         gpu.checkpoint(CPU)
+
+
+def test_what_was_planned_stands_beside_measurements():
+    row = {"samples_per_s": 27.04, "mfu": 0.412, "peak_memory_bytes": 51 * 2**30, "planned_bytes": 50 * 2**30}
+    found = {
+        "step, full, ours, 8 rows": {"result": row},
+        "step, full, naive, 8 rows": {"error": "OutOfMemoryError: no\nmore", "traceback": ""},
+        "audit_syncs": {"result": {"waits": ["a value is read at vla.py:1, 2 times"]}},
+    }
+    text = gpu.table(found).splitlines()
+    assert " ".join(text[1].split()) == "step, full, ours, 8 rows 27.0 30 41.2% 45% 51.00 50.00 1.020"
+    assert " ".join(text[2].split()) == "step, full, naive, 8 rows OutOfMemoryError: no"
+    assert text[3:] == ["host waits between log steps: 1, predicted 0", "failed: step, full, naive, 8 rows"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -66,9 +66,15 @@ def test_obeyed_are_those_that_reached_the_named_bin(tmp_path, monkeypatch):
         for n, reached in enumerate(("red", "blue", ""))
     ]
     lines = [{**line, "success_at_end": line["success_once"]} for line in lines]
-    monkeypatch.setattr(insulation, "read_evaluation", lambda folder: ({}, lines))
-    found = insulation.success([tmp_path])
-    assert (found["successes"], found["episodes"], found["obeyed"], found["reached"]) == (1, 3, 1, 2)
+    folders = []
+    monkeypatch.setattr(insulation, "read_evaluation", lambda folder: (folders.append(folder), lines))
+    monkeypatch.setattr(insulation, "run_stages", lambda stages: 0)
+    assert insulation.main([f"--folder={tmp_path}", "--seeds=2", "--steps=5", "--every=2"]) == 0
+    found = read_json(tmp_path / "insulation.json")["success"]
+    assert list(found) == [f"{arm} {step}" for arm in insulation.ARMS for step in (2, 4, 5)] + ["writing 5"]
+    assert folders[0] == tmp_path / "seed1000" / "full" / "evaluations" / "step_00000002"
+    assert folders[-1] == tmp_path / "seed2000" / "writing"
+    assert {(s["episodes"], s["obeyed"], s["reached"]) for s in found.values()} == {(6, 2, 4)}
 
 
 def test_stages_run_once_and_go_on_after_one_that_failed(tmp_path, monkeypatch):

@@ -13,11 +13,14 @@ from torch.autograd import DeviceType
 
 from diagnostics import profile_step, step_clock
 from diagnostics.profile_step import parse_options
+from diagnostics.report import page
 from diagnostics.step_report import Settings, StepReport, _summarise_phase, advice, judge
 from tests import in_process
+from tests.pages import check_page
 from util import DeviceMetrics, TrainableOptimizer
 from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.policies.families.pi05 import PI05Loss
+from vla_finetuning.report import figures
 from vla_finetuning.training import state
 from vla_finetuning.training.model import build_model, build_optimizer
 
@@ -234,17 +237,18 @@ def test_every_environment_variable_changes_what_it_should(run, monkeypatch):
     assert parse_options(["--profile_steps", "4"])[0].profile_steps == 4  # the flag wins
 
 
-def test_ddp_searches_where_it_is_told_to(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("argv", "search"), [([], None), (["--find_unused_params"], True)])
+def test_ddp_searches_where_it_is_told_to(run, tmp_path, monkeypatch, argv, search):
     class BuiltError(Exception):
         pass
 
     def spread(*args, find_unused_parameters, **options):
-        assert find_unused_parameters is True
+        assert find_unused_parameters is search
         raise BuiltError
 
     monkeypatch.setattr("vla_finetuning.training.state.spread", spread)
     with pytest.raises(BuiltError):
-        profile_worker(*watched_run(run, tmp_path, "--find_unused_params"))
+        profile_worker(*watched_run(run, tmp_path, *argv))
 
 
 def test_what_the_settings_do(run, tmp_path, monkeypatch):
@@ -309,9 +313,10 @@ def test_the_json_holds_everything_and_nothing_else(report, tmp_path):
     forward = raw["ranks"][0]["timed"]["full"]["forward"]
     assert raw["phases"]["forward"]["full"]["p95"] == pytest.approx(np.percentile(forward, 95))
 
-    (tmp_path / "bad.json").write_text(json.dumps(raw | {"surprise": 1}))
-    with pytest.raises(ValueError, match=r"bad.json is no result of this version's profile_step"):
-        StepReport.read(tmp_path / "bad.json")
+    for damage in ({"schema_version": 2}, {"surprise": 1}):
+        (tmp_path / "bad.json").write_text(json.dumps(raw | damage))
+        with pytest.raises(ValueError, match=r"bad.json is no result of this version's profile_step"):
+            StepReport.read(tmp_path / "bad.json")
 
 
 def test_the_slowest_rank_is_named(run, report):
@@ -381,6 +386,19 @@ def test_the_trace_is_on_one_clock(tmp_path):
         ("process_name", None),
         ("task at 1000000004.0", 1e9 + 4),
     ]
+
+
+def test_the_page_shows_every_step(report):
+    html = page("A step", "two cores", profile_step.charts(report), profile_step.table(report))
+    shares, steps = [svg["aria-label"] for svg in check_page(html).all("svg")]
+    assert (
+        shares.startswith("Shares: data_wait ") and steps == f"Milliseconds of every step: {', '.join(report.phases)}"
+    )
+    assert "ms untouched" in check_page(html).text and "two cores" in check_page(html).text
+    values = {"forward": np.array([1.0, 2, 4]), "backward": np.array([3.0, 1, 0])}
+    bottom, top = figures.stack(values, xlabel="step", ylabel="ms").axes[0].collections
+    for drawn, expected in ((bottom, [1, 2, 4]), (top, [4, 3, 4])):
+        assert set(expected) <= set(drawn.get_paths()[0].vertices[:, 1].tolist())
 
 
 class At:

@@ -254,6 +254,7 @@ def test_a_checkpoint_that_cannot_play_costs_the_training_nothing(run, played, c
     ("cluster", "use_gpu", "stages", "lacks"),
     [
         ({"CPU": 3.5}, False, 2, None),
+        ({"CPU": 2.5}, False, 1, None),
         ({"CPU": 2.4}, False, 0, "needs 1 CPU, 0.9 of the cluster's are to spare"),
         ({"CPU": 65.5, "GPU": 1}, True, 32, "needs 1 GPU, 0 of the cluster's are to spare"),
         ({"CPU": 65.5, "GPU": 2}, True, 32, None),

@@ -55,7 +55,7 @@ def run(tmp_path):
     return run
 
 
-def test_success_of_the_demo_is_a_plain_computation(run, monkeypatch):
+def test_success_of_the_demo_is_a_plain_computation(run, monkeypatch, capsys):
     """Of episodes whose outcomes are drawn."""
     rng, played = np.random.default_rng(0), []
 
@@ -80,6 +80,10 @@ def test_success_of_the_demo_is_a_plain_computation(run, monkeypatch):
     assert found | {"closed_loop": None} == {**errors, "closed_loop": None, "films": FILMS}
     check(found["closed_loop"], closed_loop_by_hand(played))
     assert sum(line["condition"] == "trained" for line in played) == 60 and len(played) == 240
+    scores, printed = found["closed_loop"], capsys.readouterr().out
+    assert f"; {scores['other_instruction']['went_where_told']} went to the bin that they were given\n" in printed
+    assert f"; {scores['blindfolded']['went_to_a_bin']} went to a bin\n" in printed
+    assert printed.count(" asked for: ") == sum("errors" in score for score in scores.values()) > 0
 
 
 def evaluated(run):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
-from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.policies.factory import get_policy_class, make_policy_config, make_pre_post_processors
 from lerobot.policies.pi0_fast.modeling_pi0_fast import PI0FastPolicy
 
 from tests.data.test_frame_cache import files_in
@@ -215,6 +215,17 @@ def test_a_gpu_gives_the_same_errors(loaded, without_noise):
     found = evaluate((copy.deepcopy(policy).cuda(), *processors))
     for name in ("policy", "other_instruction"):
         assert found[name]["mse"] == pytest.approx(expected[name]["mse"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("use_gpu", "size"), [(True, 3), (False, 32)])
+def test_a_batch_is_no_larger_on_a_gpu_than_in_training(use_gpu, size):
+    sizes, job = [], SimpleNamespace(use_gpu=use_gpu, batch_size=3)
+    source = SimpleNamespace(plan=SimpleNamespace(rows_per_epoch=9), read_rows=lambda rows, n: sizes.append(n) or [])
+    policy = SimpleNamespace(config=make_policy_config("pi05"))
+    run = SimpleNamespace(job=job, rows=SimpleNamespace(held_out=lambda **_: source), policy=policy, robots=[None])
+    with pytest.raises(ValueError, match="none of the held-out episodes can be read"):
+        open_loop._errors_of(run, [0], None, 4)
+    assert sizes == [size]
 
 
 def test_the_table_is_relative_to_the_mean_action():

@@ -77,3 +77,16 @@ def test_a_log_axis_is_labelled_with_plain_numbers(high):
     axis, limits = figure.axes[0].yaxis, figure.axes[0].get_ylim()
     labels = [label.get_text() for label in axis.get_ticklabels() + axis.get_minorticklabels() if label.get_text()]
     assert 1 <= sum(limits[0] <= float(label) <= limits[1] for label in labels) <= 8
+
+
+def test_bars_are_as_long_as_their_counts():
+    figure = figures.bars([("pick up $x$", 12), ("wipe", 3)], xlabel="episodes")
+    (axes,) = figure.axes
+    assert [bar.get_width() for bar in axes.patches] == [12, 3]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["pick up $x$", "wipe"]
+    assert axes.yaxis_inverted()
+
+
+def test_a_single_point_has_ticks_where_it_is_and_nowhere_else():
+    axes = figures.line_chart({"loss": (np.array([20]), np.array([0.5]))}, xlabel="step", ylabel="loss").axes[0]
+    assert axes.get_xticks().tolist() == [20] and axes.get_yticks().tolist() == [0.5]

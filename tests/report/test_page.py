@@ -144,7 +144,9 @@ def test_what_was_survived_and_skipped_and_the_dataset_are_shown(page):
     assert f"1 skipped episode_index frame_index reason 7 3 {HOSTILE}" in page.text
     assert len(page.all("img")) == dataset_look.MOMENTS
     assert all(base64.b64decode(i["src"].partition("base64,")[2])[:2] == b"\xff\xd8" for i in page.all("img"))
-    assert any("Histogram of episode lengths: 4 episodes" in svg["aria-label"] for svg in page.all("svg"))
+    labels = [svg["aria-label"] for svg in page.all("svg")]
+    assert "Predicted and recorded actions of motor_0, motor_1, motor_2" in labels
+    assert any("Histogram of episode lengths: 4 episodes" in label for label in labels)
 
 
 def test_what_is_missing_is_a_sentence(folder, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -373,3 +374,8 @@ def test_a_tracker_that_cannot_be_opened_is_an_error(folder, monkeypatch, capsys
     monkeypatch.setitem(tracking.TRACKERS, "wandb", refuse)
     assert tracking.main([str(folder), "--track=wandb"]) == 1
     assert "--track wandb: cannot be opened: RuntimeError: no API key" in capsys.readouterr().err
+
+
+def test_code_without_git_has_a_digest(monkeypatch):
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert re.fullmatch("sha256:[0-9a-f]{64}", tracking.code_revision())
