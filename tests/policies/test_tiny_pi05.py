@@ -173,6 +173,17 @@ def test_a_dataset_that_pi05_cannot_use_is_refused(tmp_path, change, complaint):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("fps", "expected"), [(200, 50), (1, 2)])
+def test_a_chunk_of_a_second_is_neither_too_long_nor_one_action(tmp_path, fps, expected):
+    folder = make_base(tmp_path / "base", fps=fps, chunk_size=None)
+    assert PreTrainedConfig.from_pretrained(folder).chunk_size == expected
+
+
+def test_a_large_vocabulary_keeps_the_frequent_words(monkeypatch):
+    monkeypatch.setattr(tiny_pi05, "MAX_VOCABULARY", 2)
+    assert tiny_pi05._vocabulary([["go", "b"], ["go", "a"], ["go", "c", "c", "task", "255"]]) == ["go", "c"]
+
+
 def test_other_bad_arguments_are_refused(tmp_path):
     wide = make_features(state=33)
     with pytest.raises(ValueError, match="'observation.state' has 33 dimensions, more than PI0.5's 32"):
