@@ -121,6 +121,9 @@ def test_two_workers_with_unequal_tokens_equal_one(setting, whole):
 def test_the_plan_counts_the_work_and_rows_carry_tokens(setting):
     run, plain = resolved(setting, "planned"), resolved(setting, "plain", plain=True)
     assert "(--train.mode full, insulated)" in describe(run)
+    told = [resolved(setting, "told", **{"peft.target_modules": ADAPTED, **more}) for more in ({}, {"text": True})]
+    # A run with adapters is not resumed with another loss either.
+    assert [run.job.start.mode.partition("_proj), ")[2] for run in told] == ["insulated", "insulated, writes subtask"]
     assert run.policy.parameters.trainable > plain.policy.parameters.trainable
     longest = max(run.policy.prompts)
     assert run.policy.flops_by_prompt[longest] > 1.05 * plain.policy.flops_by_prompt[longest]

@@ -149,10 +149,10 @@ class TrainOptions(StepOptions):
         return ACTION_WORDS if self.knowledge_insulation else 0
 
     @property
-    def trained_part(self) -> str:
-        """Describe the trainable part of the policy."""
+    def insulation(self) -> str:
+        """Describe what the backbone learns; "" without knowledge insulation."""
         writes = f", writes {self.text_targets}" if self.text_targets else ""
-        return self.mode + ", insulated" * self.knowledge_insulation + writes
+        return ", insulated" * self.knowledge_insulation + writes
 
     def describe_augmentation(self, transforms: ImageTransformOptions, wrist: Sequence[str]) -> list[str]:
         """Return the plan's lines on augmentation. `wrist` names the cameras with changes of colour only."""

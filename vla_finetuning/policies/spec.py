@@ -205,10 +205,10 @@ class PolicySpec:
         if self.value is not None:
             return "a value function" + (" and what it sees with" if self.value.backbone_lr else " on a frozen policy")
         if not peft.enabled:
-            return self.train.trained_part
+            return self.train.mode + self.train.insulation
         targets = "the policy type's own choice of layers" if peft.target_modules is None else peft.target_modules
         full_modules = f", and all of {peft.full_training_modules}" if peft.full_training_modules else ""
-        return f"LoRA of rank {peft.r}, alpha {peft.lora_alpha or 8}, in {targets}{full_modules}"
+        return f"LoRA of rank {peft.r}, alpha {peft.lora_alpha or 8}, in {targets}{full_modules}{self.train.insulation}"
 
     @property
     def checkpoint_bytes(self) -> int:
