@@ -193,6 +193,7 @@ def test_evaluate_says_what_was_played_of_what_was_asked_for(ray_cluster, policy
 
 
 @pytest.mark.ray
+@pytest.mark.gate
 def test_a_defect_of_an_environment_ends_the_play_on_a_cluster_too(ray_cluster):
     scheduler = Scheduler(broken("Silent"), stages=1, slots=1, cpus=0.5, step_limit_s=60)
     try:

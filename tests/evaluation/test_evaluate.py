@@ -82,6 +82,7 @@ def test_from_flags_to_a_page(evaluated):
 
 
 @pytest.mark.ray
+@pytest.mark.gate
 def test_success_over_latencies(evaluated, flags, tmp_path, capsys):
     """One of which is none."""
     late = tmp_path / "late"

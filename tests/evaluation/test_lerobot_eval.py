@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("env", "tasks", "episodes"),
     [
-        ("two_bins", ["two_bins"], 12),
+        pytest.param("two_bins", ["two_bins"], 12, marks=pytest.mark.gate),
         pytest.param("several", ["near/0", "near/1", "far/0"], 4, marks=pytest.mark.slow),
     ],
 )

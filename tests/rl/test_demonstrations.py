@@ -122,6 +122,7 @@ def test_what_cannot_be_is_refused(base, root, tmp_path):
 
 
 @pytest.mark.ray
+@pytest.mark.gate
 def test_tasks_of_a_cluster_whose_cpus_are_all_held_read_them(base, root, tmp_path, ray_cluster):
     """As simulators hold them, which wait meanwhile."""
     run = filtered(base, tmp_path / "run", root)

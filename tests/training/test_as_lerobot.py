@@ -414,7 +414,7 @@ AS_ONE = ("smolvla", "pi0_fast")
 # Types whose layers FSDP2 gathers one at a time, all of them training.
 IN_PARTS = ("pi0", "smolvla")
 # Of all types, `make test` tries those that differ in what two processes do with them.
-IN_TEST = ("act", "diffusion", "pi05", *AS_ONE, "vqbet with GroupNorm")
+IN_TEST = ("act", "pi05", *AS_ONE)
 
 
 def both(rank, world, root, folder, kinds):
