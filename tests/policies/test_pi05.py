@@ -24,6 +24,7 @@ from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.flow import continue_chunk, sample_noise_and_time
+from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable
 
@@ -254,6 +255,8 @@ def test_other_policies_have_no_options_of_this_loss():
         PolicyLoss(policy)
     report = choose_trainable(policy, "full")
     assert report.total == report.trainable == sum(p.numel() for p in policy.parameters())
+    with pytest.raises(ValueError, match="LeRobot's own loss of a 'act' has no mask_padding"):
+        family.make_loss(policy, images=DeviceHalf(None, config), mask_padding=True)
 
 
 # --- what is computed -------------------------------------------------------------------------------------

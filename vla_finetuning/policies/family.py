@@ -55,7 +55,8 @@ class PolicyLoss(nn.Module):
     Args:
         policy: policy with `requires_grad` already set.
         images: converter of uint8 cameras to float; required for policies that normalise images.
-        _: options of `flow.FlowLoss`, which LeRobot's losses lack. `LOSS_OPTIONS` are refused before the run.
+        attention: unused, because LeRobot's losses choose their own kernels.
+        options: options of `flow.FlowLoss`. Raises ValueError for an enabled one, which LeRobot's losses lack.
     Attributes:
         attention: kernel of the modules that `attentions` lists; `attention.choose_kernel` may replace it.
         reaches_all: whether every trainable parameter gets a gradient in every step. LeRobot's own losses leave some
@@ -69,8 +70,12 @@ class PolicyLoss(nn.Module):
     metrics: DeviceMetrics | None = None
     robots: tuple[str, ...] = ()
 
-    def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None, **_: Any):
+    def __init__(
+        self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None, attention: Kernel = "eager", **options: Any
+    ):
         super().__init__()
+        if unknown := [name for name, value in options.items() if value]:
+            raise ValueError(f"LeRobot's own loss of a '{policy.config.type}' has no {unknown[0]}: leave it out")
         if images is None:
             if normalization_mode(policy.config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY:
                 raise ValueError(f"this '{policy.config.type}' policy normalises images: give a DeviceHalf as `images`")
