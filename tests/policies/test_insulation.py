@@ -18,6 +18,7 @@ from vla_finetuning.policies.action_tokens import ActionTokenizer
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.families.insulation import (
     ADAPTED,
+    INDICES,
     TOKENS,
     TOKENS_MASK,
     InsulatedPI05,
@@ -71,7 +72,13 @@ def make_inputs(policy, text=NO_TEXT, **options):
     batch, noise, time = make_batch(policy, **options)
     batch = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
     batch |= make_tokens(policy, len(time)) | (make_text(policy, len(time)) if text else {})
-    return batch, noise.double(), time.double()
+    return with_indices(batch), noise.double(), time.double()
+
+
+def with_indices(batch):
+    """The batch as the training worker's host would have it for its masks."""
+    columns = family_of_tests().micro_batch({key: value.numpy() for key, value in batch.items()})
+    return batch | {key: torch.from_numpy(value) for key, value in columns.items() if key.endswith(INDICES)}
 
 
 def family_of_tests(**options):
@@ -223,12 +230,23 @@ def test_rows_that_could_not_be_read_have_no_tokens(policy, in_float64):
     batch, noise, time = make_inputs(policy, SOME_TEXT)
     loss = make_loss(policy)
     batch["is_read"] = torch.tensor([True, False, True, False])
-    read = {key: value[::2] for key, value in batch.items()}
+    read = with_indices({key: value[::2] for key, value in batch.items()})
+    batch = with_indices(batch)
     assert loss.count(batch)[0] == loss.count(read)[0]
     tokens = loss.token_losses(loss.prefix(batch), batch)
     assert torch.equal(tokens[::2], loss.token_losses(loss.prefix(read), read)) and not tokens[1::2].any()
     text = loss.text_losses(loss.prefix(batch), batch)
     assert torch.equal(text[::2], loss.text_losses(loss.prefix(read), read)) and not text[1::2].any()
+
+
+def test_logits_are_computed_for_tokens_with_a_loss_alone(policy, in_float64, monkeypatch):
+    batch, noise, time = make_inputs(policy, SOME_TEXT)
+    batch = with_indices({**batch, "is_read": torch.tensor([True, True, False, True])})
+    shapes, cross_entropy = [], F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda logits, *rest, **options: (
+        shapes.append(tuple(logits.shape)), cross_entropy(logits, *rest, **options))[1])  # fmt: skip
+    make_loss(policy, text="subtask")(batch, noise, time)
+    assert shapes == [(1 + 4 + 10, VOCABULARY + 1), (0 + 5 + 15, policy.config.vocab_size)]
 
 
 # ---- rows without an action ------------------------------------------------------------------------------------------
@@ -239,12 +257,12 @@ def make_mixed(policy, robots):
     batch, noise, time = make_inputs(policy, SOME_TEXT)
     batch[ROBOT] = torch.tensor(robots)
     batch[TOKENS_MASK] = batch[TOKENS_MASK] & (batch[ROBOT] >= 0)[:, None]
-    return batch, noise, time
+    return with_indices(batch), noise, time
 
 
 def rows_of(inputs, rows):
     batch, noise, time = inputs
-    return {key: value[rows] for key, value in batch.items()}, noise[rows], time[rows]
+    return with_indices({k: v[rows] for k, v in batch.items() if INDICES not in k}), noise[rows], time[rows]
 
 
 def test_rows_without_an_action_train_their_text_alone(policy, in_float64):
@@ -302,7 +320,7 @@ def test_everything_that_trains_gets_a_gradient_and_nothing_else_does(policy):
     plain = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     loss = make_loss(policy.float())
     batch, noise, time = make_batch(policy)
-    loss(batch | make_tokens(policy), noise, time).backward()
+    loss(with_indices(batch | make_tokens(policy)), noise, time).backward()
     named = dict(policy.named_parameters())
     training = {name for name, parameter in named.items() if parameter.requires_grad}
     assert training == {name for name, parameter in named.items() if parameter.grad is not None}

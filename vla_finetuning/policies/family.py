@@ -299,6 +299,10 @@ class Family:
         """
         return prepare
 
+    def micro_batch(self, columns: Columns) -> Columns:
+        """Return a micro-batch's columns, extended on the host in the training worker by what the loss needs."""
+        return columns
+
     def with_text_datasets(self, datasets: Sequence[TextDataset]) -> Family:
         """Return the family of a run that has datasets without actions."""
         return self

@@ -82,7 +82,7 @@ def input_transforms(rows: Rows, policy: PolicySpec) -> list[HostTransform]:
         transforms.append(partial(add_returns, returns=rows.returns))
     if policy.prompts:
         transforms.append(partial(cut_prompts, lengths=policy.prompts))
-    return transforms
+    return [*transforms, family_of(policy.config).micro_batch]
 
 
 def training_transforms(run: Run) -> list[HostTransform]:

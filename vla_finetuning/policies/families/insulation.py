@@ -55,6 +55,8 @@ from vla_finetuning.terminal import print_safe
 
 # Columns of a batch: action tokens, and their mask, False for padding.
 TOKENS, TOKENS_MASK = "action_tokens", "action_tokens_mask"
+# Suffix of the column with the flat indices at which a mask is True, for rows that could be read.
+INDICES = "_indices"
 # Mask of the rows with an action; `inputs` adds it before it replaces the -1 in ROBOT.
 HAS_ACTION = "has_action"
 # PaliGemma's last words stand for image segments; LeRobot's PI0-FAST does not use them either.
@@ -67,9 +69,9 @@ class InsulatedLoss(PI05Loss):
     """Cross-entropy of action and text tokens plus `flow_weight` times PI0.5's loss, whose gradient ends at the expert.
 
     The cross-entropy is a mean over the tokens of the batch. The flow loss is a mean over the rows with an action
-    (ROBOT other than -1). With MEAN_COUNT both are means over the whole optimizer step. Logits of action
-    tokens cover only the words that stand for action tokens; logits of text cover all words, as in `write`. The output
-    head is the word embedding, as in PaliGemma.
+    (ROBOT other than -1). With MEAN_COUNT both are means over the whole optimizer step. Logits are computed only for
+    tokens with a loss (`micro_batch`). Logits of action tokens cover only the words that stand for action tokens;
+    logits of text cover all words, as in `write`. The output head is the word embedding, as in PaliGemma.
 
     Args:
         fewest_cameras: least number of cameras of a dataset without actions; None if the run has no such dataset.
@@ -144,13 +146,13 @@ class InsulatedLoss(PI05Loss):
         inputs = torch.cat([targets.new_full((len(targets), 1), self._end + 1), targets[:, :-1]], dim=1)
         hidden = self._run_tokens(prefix, embedding(first - inputs))
         head = embedding(words) / embedding.embed_scale
-        return _token_losses(hidden, head, targets, _loss_mask(batch, TOKENS_MASK))
+        return _token_losses(hidden, head, targets, batch[TOKENS_MASK + INDICES])
 
     def text_losses(self, prefix: Prefix, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the cross-entropy of each text token, float32 (B, S); 0 for padding."""
         embedding = self._language_model.embed_tokens
         hidden = self._run_tokens(prefix, embedding(batch[TEXT][:, :-1]))
-        return _token_losses(hidden, embedding.weight, batch[TEXT][:, 1:], _loss_mask(batch, TEXT_MASK))
+        return _token_losses(hidden, embedding.weight, batch[TEXT][:, 1:], batch[TEXT_MASK + INDICES])
 
     def _run_tokens(self, prefix: Prefix, hidden: Tensor) -> Tensor:
         """Run the language model causally over N tokens after the prefix, from and to hidden (B, N, width)."""
@@ -187,10 +189,10 @@ def _token_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
     return suffix_layer(layer, hidden, *inputs)
 
 
-def _token_losses(hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    logits = F.linear(hidden, head.to(hidden.dtype)).float()
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view_as(targets).masked_fill(~mask, 0.0)
+def _token_losses(hidden: Tensor, head: Tensor, targets: Tensor, indices: Tensor) -> Tensor:
+    logits = F.linear(hidden.flatten(0, 1).index_select(0, indices), head.to(hidden.dtype)).float()
+    losses = F.cross_entropy(logits, targets.flatten().index_select(0, indices), reduction="none")
+    return losses.new_zeros(targets.numel()).index_copy(0, indices, losses).view(targets.shape)
 
 
 def _has_action(batch: Mapping[str, Tensor]) -> Tensor:
@@ -199,7 +201,7 @@ def _has_action(batch: Mapping[str, Tensor]) -> Tensor:
     return batch[ROBOT] >= 0 if ROBOT in batch else torch.ones_like(batch[TOKENS_MASK][:, 0])
 
 
-def _loss_mask(batch: Mapping[str, Tensor], mask: str) -> Tensor:
+def _loss_mask(batch: Mapping[str, Any], mask: str) -> Any:
     """Return the mask without tokens of unreadable rows, bool (B, N)."""
     return batch[mask] & batch["is_read"][:, None] if "is_read" in batch else batch[mask]
 
@@ -250,6 +252,11 @@ class InsulatedPI05(PI05):
             return prepare
         return WithoutActions(prepare, self.text_datasets, tuple(config.image_features), tokenizer_step)
 
+    def micro_batch(self, columns: Columns) -> Columns:
+        """Add the flat indices of tokens with a loss, int64 (M,): on the device they would need a host read."""
+        masks = {key: _loss_mask(columns, key) for key in (TOKENS_MASK, TEXT_MASK) if key in columns}
+        return {**columns, **{key + INDICES: np.flatnonzero(mask) for key, mask in masks.items()}}
+
     def with_text_datasets(self, datasets: Sequence[TextDataset]) -> InsulatedPI05:
         return replace(self, text_datasets=tuple(datasets))
 
@@ -299,6 +306,7 @@ class InsulatedPI05(PI05):
         for (tokens, mask), (columns, masked) in shapes.items():
             batch[tokens] = torch.empty(rows, columns, dtype=torch.int64, device=device)
             batch[mask] = torch.empty(rows, masked, dtype=torch.bool, device=device)
+            batch[mask + INDICES] = torch.empty(rows * masked, dtype=torch.int64, device=device)
         return batch, noise, time
 
     def tokens(self, config: Any, cameras: int, draws: int = 1, prompt: int | None = None) -> int:
