@@ -1,5 +1,6 @@
 """What an export says of itself: of what was trained, and not of what the run started from."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -158,14 +159,23 @@ def test_a_policy_that_was_trained_with_given_actions_says_so(folder, tmp_path, 
     where = exported(run)
     check_is_of(where, folder / "humanoid")
     assert json.loads((where / "robot.json").read_text())["rtc_training_max_delay"] == 2
+    edit(where / "robot.json", lambda facts: facts | {"instructions_end_with": ", Advantage: positive"})
     again = trained(folder, data, f"--policy.path={where}", "--output_dir=x")
     assert again.policy.config.rtc_training_max_delay == 2
     # As GRPO exports it, on another node than the driver's.
     monkeypatch.setattr(PolicySpec, "folder_here", lambda spec: where)
-    elsewhere = replace(again.policy, folder=tmp_path / "on_the_driver")
+    (robot,) = again.policy.robots
+    robot = replace(robot, config=copy.deepcopy(robot.config), rename_map={"observation.images.front": TOP})
+    robot.config.n_action_steps = 2
+    elsewhere = replace(again.policy.select_robot(robot), folder=tmp_path / "on_the_driver")
     export(elsewhere, exported_checkpoint(run.job, best=False), tmp_path / "grpo", {})
     facts = json.loads((tmp_path / "grpo" / "pretrained_model" / "robot.json").read_text())
     assert facts["rtc_training_max_delay"] == 2
+    assert (facts["n_action_steps"], facts["instructions_end_with"]) == (2, "")
+    config = json.loads((tmp_path / "grpo" / "pretrained_model" / "config.json").read_text())
+    assert config["n_action_steps"] == 2
+    cameras = {name for name, feature in config["input_features"].items() if feature["type"] == "VISUAL"}
+    assert facts["cameras"].keys() == cameras == {"observation.images.front", WRIST}
     off = trained(folder, data, f"--policy.path={where}", "--policy.rtc_training_max_delay=0", "--output_dir=x")
     assert "rtc_training_max_delay" not in robot_facts(off)[""] and "are given" not in describe(off)
 

@@ -23,6 +23,7 @@ from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.lora import add_adapters
 from vla_finetuning.policies.own_names import config_with_names, own_camera_names, pipeline_with_names
+from vla_finetuning.policies.pipelines import saved_rename_map
 from vla_finetuning.policies.processors import saved_names
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.saving import save_adapters, save_pretrained
@@ -85,14 +86,15 @@ def export(
     weights, and also written to `adapter` if the options ask for that.
 
     By a robot's name, `renderings` has rendering options of the simulator that recorded its data, and `facts` the
-    content of its robot.json (`plan.robot_facts`; the base's file if absent).
+    content of its robot.json (`plan.robot_facts`). A robot without facts has learned in an environment, and gets the
+    base's file with its own cameras' names and executed actions.
     """
     policy, adapted = _trained_policy(spec, checkpoint)
     robots = [robot.by_own_names() for robot in spec.robots]
     base = spec.folder_here()
 
     def describe_to(folder: Path, robot: Robot, renamed: Mapping[str, str]) -> None:
-        about = dict(facts.get(robot.name) or (read_json(base / ROBOT_NAME) if base else {}))
+        about = dict(facts.get(robot.name) or (_learned_facts(base, robot) if base else {}))
         if "cameras" in about:
             about["cameras"] = {
                 key: {"height": size["height"], "width": size["width"]}
@@ -125,6 +127,16 @@ def export(
             save_pretrained(policy, *pipelines, folder, config, written)
             written = folder
             describe_to(folder, robot, renamed)
+
+
+def _learned_facts(base: Path, robot: Robot) -> dict[str, Any]:
+    about = read_json(base / ROBOT_NAME)
+    if about:
+        saved, own_names = saved_rename_map(base), {name: key for key, name in robot.rename_map.items()}
+        sizes = about.get("cameras", {}).items()
+        about["cameras"] = {own_names.get(saved.get(key, key), key): size for key, size in sizes}
+        about |= {"instructions_end_with": "", "n_action_steps": getattr(robot.config, "n_action_steps", 1)}
+    return about
 
 
 def export_run(run: Run) -> None:
