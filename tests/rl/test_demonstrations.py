@@ -1,5 +1,7 @@
 """Imitation of own successes beside rows of a dataset: which rows, when, and what is computed of them."""
 
+import json
+import shutil
 from unittest import mock
 
 import numpy as np
@@ -119,6 +121,20 @@ def test_what_cannot_be_is_refused(base, root, tmp_path):
         resolved(base, tmp_path / "run", **{"grpo.demonstrations": root})
     with pytest.raises(FileNotFoundError, match="nowhere"):
         filtered(base, tmp_path / "run", tmp_path / "nowhere")
+
+
+def test_the_dataset_may_lack_a_camera_of_the_policy_and_the_environments_names(base, root, tmp_path):
+    """As in training with --dataset.missing_cameras mask."""
+    policy, data = (shutil.copytree(folder, tmp_path / folder.name) for folder in (base, root))
+    for file in policy.glob("*.json"):
+        file.write_text(file.read_text().replace("images.top", "images.cam"))
+    info = json.loads((data / "meta" / "info.json").read_text())
+    del info["features"]["observation.images.top"]
+    (data / "meta" / "info.json").write_text(json.dumps(info))
+    names = {"observation.images.top": "observation.images.cam"}
+    run = filtered(policy, tmp_path / "run", data, rename_map=json.dumps(names))
+    assert "observation.images.cam" in run.policy.config.image_features
+    assert "observation.images.top" not in run.demonstrations.metas[0].camera_keys
 
 
 @pytest.mark.ray

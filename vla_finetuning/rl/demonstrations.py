@@ -18,6 +18,7 @@ from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
 from vla_finetuning.columns import ROW_COLUMNS
+from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.plan.resolve import resolve
@@ -38,7 +39,9 @@ def resolve_demonstrations(config: GrpoConfig, root: str) -> Rows:
     """Find the dataset. Raises ValueError or FileNotFoundError if it is missing or does not fit the policy."""
     training = config.training()
     # The policy's own processors and statistics apply, so the dataset's statistics need not be exact.
-    training.dataset = DatasetOptions(root=root, statistics="lerobot")
+    training.dataset = DatasetOptions(root=root, statistics="lerobot", missing_cameras="mask")
+    features = load_metadata(root).features  # of which the environment's names may be none
+    training.rename_map = {key: name for key, name in config.rename_map.items() if key in features}
     training.steps = 1
     return resolve(training, gpus_found=0).rows
 
