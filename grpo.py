@@ -89,7 +89,7 @@ def resolve(examined: Examined, stack: contextlib.ExitStack) -> GrpoRun | None:
 def plan(run: GrpoRun, _: Examined) -> Work:
     """Print the run's plan, check the recording of episodes, and return the work."""
     config = run.config
-    if pending_dataset(run) is not None:
+    if pending_dataset(run) is not None and config.resume:  # a demo may start again over an earlier run
         check_episodes(run, steps_done(run.job))
     print_safe_text(describe_grpo(run))
     if config.dry_run:

@@ -1,6 +1,7 @@
 """The episodes that a policy learned from, as a dataset, against an environment that plays the same actions."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +50,7 @@ def run(base, tmp_path_factory):
 
 def test_an_episode_that_does_not_repeat_is_left_out_of_the_dataset(run, tmp_path, capsys, monkeypatch):
     """Its environment ends in another state, or fails; others are written, and where none is that is an error."""
-    first, second, third = list(read_episodes(run.job.output_dir))[:3]
+    first, second, third = list(read_episodes(run))[:3]
     elsewhere = {**second[0], "final_state": "another"}, second[1]
     failing = third[0], np.full_like(third[1], np.nan)  # which the robot cannot follow
     eyes, makers = Eyes(run.scene.env, run.policy.config), task_makers(run.scene.env)
@@ -90,15 +91,17 @@ def test_an_expert_that_raises_costs_its_episode_alone(tmp_path, monkeypatch):
 def test_every_other_iteration_is_written_down(run):
     folder = run.job.output_dir / "rollouts"
     assert [path.name for path in sorted(folder.iterdir())] == ["000000-0.jsonl", "000002-0.jsonl"]
-    episodes = list(read_episodes(run.job.output_dir))
+    episodes = list(read_episodes(run))
     assert len(episodes) == 2 * run.episodes
     lines = [json.loads(line) for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["steps"] for line, _ in episodes) == lines[1]["env_steps"] + lines[3]["env_steps"]
     assert all(actions.shape == (line["steps"], 3) for line, actions in episodes)
+    fewer = replace(run.config, grpo=replace(run.options, record_every=3))  # as --resume may say
+    assert list(read_episodes(replace(run, config=fewer)))[-1][0] == episodes[run.episodes - 1][0]
 
 
 def test_the_dataset_is_what_gymnasium_shows_for_these_actions(run, tmp_path):
-    episodes = list(read_episodes(run.job.output_dir))
+    episodes = list(read_episodes(run))
     root, share = tmp_path / "dataset", [(line["task"], (line, actions)) for line, actions in episodes]
     play = partial(replay_frames, Eyes(run.scene.env, run.policy.config))
     form = DatasetForm("recorded/policy", run.scene.env.fps, "two_bins")
@@ -154,8 +157,9 @@ def test_it_is_written_once_and_replaces_nothing(run, monkeypatch):
 def test_iterations_that_were_played_without_it_are_missed(base, tmp_path, monkeypatch):
     late = resolved(base, tmp_path / "run", **{**OPTIONS, "grpo.record_dataset": tmp_path / "dataset"})
     monkeypatch.setattr(grpo, "steps_done", lambda job: 1)
+    grpo.plan(late, None)  # a demo that starts again, over an earlier run's checkpoints
     with pytest.raises(ValueError, match="lacks the episodes of 1 of 1 iterations"):
-        grpo.plan(late, None)
+        grpo.plan(replace(late, config=replace(late.config, resume=True)), None)
     for iteration in (1, 2):
         write_episodes(late.job.output_dir, iteration, SimpleNamespace(rank=0), [])
     with pytest.raises(ValueError, match="lacks the episodes of 1 of 3 iterations"):
@@ -178,7 +182,7 @@ def test_in_a_bucket_as_on_a_disk(run, base, tmp_path, monkeypatch):
         forget()
         again = resolved(base, url, **options)
         pull(again.job.output_dir)
-        expected, found = (list(read_episodes(one.job.output_dir)) for one in (run, again))
+        expected, found = (list(read_episodes(one)) for one in (run, again))
         assert [line for line, _ in found] == [line for line, _ in expected]
         assert all((mine == theirs).all() for (_, mine), (_, theirs) in zip(found, expected, strict=True))
         losses = [[json.loads(line)["loss"] for line in read_lines(one.job.output_dir / "metrics.jsonl")[1:]]

@@ -44,11 +44,12 @@ def write_episodes(output_dir: Path, iteration: int, worker: Worker, episodes: I
     write_whole(path, "".join(lines))
 
 
-def read_episodes(output_dir: Path) -> Iterator[PlayedEpisode]:
-    """Yield all recorded episodes, in the order of iterations."""
-    pull(output_dir / FOLDER)
-    for path in sorted((output_dir / FOLDER).glob("*.jsonl")):
-        for text in read_lines(path):
+def read_episodes(run: GrpoRun) -> Iterator[PlayedEpisode]:
+    """Yield the episodes of the iterations to record, in order; an earlier attempt may have recorded more."""
+    folder = run.job.output_dir / FOLDER
+    pull(folder)
+    for path in sorted(folder.glob("*.jsonl")):
+        for text in read_lines(path) if is_iteration_recorded(run, int(path.name.partition("-")[0])) else ():
             line = json.loads(text)
             yield line, unpack_actions(line)
 
@@ -83,5 +84,5 @@ def record_rollouts(run: GrpoRun) -> None:
     if (destination := pending_dataset(run)) is None:
         return
     check_episodes(run, run.job.steps)
-    (root, about), episodes = destination, list(read_episodes(run.job.output_dir))
+    (root, about), episodes = destination, list(read_episodes(run))
     record_played(root, task_makers(run.scene.env), Eyes(run.scene.env, run.policy.config), episodes, about)
