@@ -514,6 +514,18 @@ def test_no_group_begins_where_evaluation_does(base, tmp_path, monkeypatch):
     assert {task for task, *_ in began[True]} == {"near/0", "near/1", "far/0"}
 
 
+def test_a_replaced_group_begins_elsewhere_where_the_list_has_come_round(base, tmp_path, monkeypatch):
+    """Six groups are each of two states of three tasks once."""
+    run, played = in_lists(base, tmp_path / "run", **{"grpo.groups": 6}), []
+    rollouts = SimpleNamespace(play_here=lambda episodes, *_, **__: played.append(episodes) or {})
+    monkeypatch.setattr(groups, "RolloutGroup", lambda *_: None)
+    for replacement in (0, 1):
+        explorer, worker = SimpleNamespace(iteration=0, seed=0), SimpleNamespace(rank=0, world=1)
+        groups.play_groups(run, rollouts, explorer, worker, range(6), replacement)
+    first, again = ([(episode.task, episode.episode % 3) for episode in each.values()] for each in played)
+    assert set(first) == set(again) and not any(map(tuple.__eq__, first, again))
+
+
 def test_fresh_episodes_begin_in_reserved_states_too(base, tmp_path, monkeypatch):
     """With other noise than the held-out ones. Code of both policies is trusted as in training."""
     run, fresh, trusted = in_lists(base, tmp_path / "run", **{"policy.trust_remote_code": "true"}), [], []

@@ -65,7 +65,10 @@ def play_groups(
         if rank_of(group, worker.world) == worker.rank:
             nth = (iteration + replacement) * count + group
             task, seed = scene.tasks[nth % len(scene.tasks)], group_seed(explorer.seed, iteration, first // size)
-            episode = Episode("plain", task, scene.train_number(task, nth // len(scene.tasks)), seed)
+            nth //= len(scene.tasks)
+            if task in scene.states and replacement * count % (len(scene.tasks) * len(scene.states[task].trained)) == 0:
+                nth += replacement  # the list has come round to the state of the replaced group
+            episode = Episode("plain", task, scene.train_number(task, nth), seed)
             episodes |= dict.fromkeys(range(first, first + size), episode)
     ended = rollouts.play_here(episodes, explorer, bootstraps=options.bootstrap_time_limit)
     lines = merge_ranks({number: line for number, (line, _) in ended.items()})
