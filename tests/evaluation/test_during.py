@@ -26,6 +26,7 @@ from vla_finetuning.plan.demo import make_demo_dataset
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.rollouts.player import packed, unpacked
 from vla_finetuning.rollouts.scheduler import NoCapacityError
+from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.folder import evaluations
 from vla_finetuning.training.export import policy_at
 
@@ -179,6 +180,21 @@ def test_a_checkpoint_that_played_before_the_run_was_killed_is_scored_and_not_pl
     assert Evaluator(run, policy_at).finish() == 0
     assert played.steps == [2, 4]
     assert [(line["step"], line["successes"]) for line in evaluations(run.job.output_dir)] == [(2, 2), (4, 3)]
+
+
+def test_a_checkpoint_that_is_trained_again_plays_again(run, played):
+    """The run goes on from step 2: what 4 did before is void, though its line and its episodes are there."""
+    played.may.set()
+    start_attempt(run.job.output_dir, 0, 1)
+    for step in (2, 4):
+        saved(run, step)
+    assert Evaluator(run, policy_at).finish() == 0
+    start_attempt(run.job.output_dir, 2, 1)
+    assert evaluated(run) == [2]
+    played.succeeds = lambda episode: False
+    assert Evaluator(run, policy_at).finish() == 0
+    assert played.steps == [2, 4, 4]
+    assert [(line["step"], line["successes"]) for line in evaluations(run.job.output_dir)] == [(2, 3), (4, 0)]
 
 
 def test_of_several_tasks_each_has_its_figures(run, played, monkeypatch):

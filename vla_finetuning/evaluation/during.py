@@ -39,6 +39,7 @@ from vla_finetuning.rollouts.episodes import Condition, episode_list
 from vla_finetuning.rollouts.player import Packed, PolicySource, check_fits, packed, robot_shown
 from vla_finetuning.rollouts.scheduler import NoCapacityError
 from vla_finetuning.rollouts.servers import SERVER_CPUS, STAGE_CPUS, play
+from vla_finetuning.run.attempts import attempts, trained_by
 from vla_finetuning.run.checkpoint import PREFIX, checkpoints, load_progress
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATIONS, EVALUATIONS_NAME, METRICS_NAME, evaluations, prune_checkpoints
@@ -178,12 +179,13 @@ class Evaluator:
         load_progress(checkpoint)
         episodes = episode_list(["plain"], self._makers, options.n_episodes, run.policy.seed)
         environment = {"type": run.config.env_type, "options": run.config.env_options}
-        policy = {"path": address(run.job.output_dir), "step": step}
+        attempt = trained_by(attempts(run.job.output_dir), step)
+        policy = {"path": address(run.job.output_dir), "step": step, "attempt": attempt}
         about = {"policy": policy, "environment": environment, "seed": run.policy.seed}
         folder = run.job.output_dir / EVALUATIONS / checkpoint.name
         try:
             stored = EvaluationFolder(folder, about, episodes)
-        except OtherEvaluationError:  # the run was resumed with other options meanwhile
+        except OtherEvaluationError:  # of weights that were trained anew, or with other options
             remove(folder)
             stored = EvaluationFolder(folder, about, episodes)
         pending = [episode for episode in episodes if not stored.is_done(episode)]
@@ -202,7 +204,8 @@ class Evaluator:
         if self._stop.is_set():
             return
         _, lines = read_evaluation(folder)
-        line = {"step": step, "errors": 0, **score(lines), "seconds": round(time.monotonic() - started, 1)}
+        seconds = round(time.monotonic() - started, 1)
+        line = {"step": step, "attempt": attempt, "errors": 0, **score(lines), "seconds": seconds}
         if len(self._makers) > 1:
             line["by_task"] = score_rows(lines)[1:]
         drop_half_line(run.job.output_dir / EVALUATIONS_NAME)

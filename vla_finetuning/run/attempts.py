@@ -45,6 +45,11 @@ def is_newest(output_dir: Path, attempt: int) -> bool:
     return False
 
 
+def trained_by(starts: list[dict[str, int]], step: int) -> int:
+    """Return the attempt that trained `step`: the newest that began before it."""
+    return max((n for n, line in enumerate(starts) if line["resumed_from_step"] < step), default=0)
+
+
 def resumed_at(starts: list[dict[str, int]], attempt: int) -> int | None:
     """Return the last step of an attempt that is valid: the earliest that a later one resumed from, or None."""
     return min((line["resumed_from_step"] for line in starts[attempt + 1 :]), default=None)

@@ -15,8 +15,9 @@ Files of `OUTPUT_DIR`::
                           {"attempt": 0, "epoch": 0, "step": 12, "rows": [[dataset_index, index], ...]}
     checkpoints/          see run/checkpoint.py
     evaluations.jsonl     a line per checkpoint that has played in an environment (--env.type):
-                          {"step": 200, "successes": 31, "episodes": 50, "errors": 0, "interval": [0.48, 0.74],
-                          "successes_at_end": 30, "interval_at_end": [0.46, 0.72], "seconds": 80.2}
+                          {"step": 200, "attempt": 0, "successes": 31, "episodes": 50, "errors": 0,
+                          "interval": [0.48, 0.74], "successes_at_end": 30, "interval_at_end": [0.46, 0.72],
+                          "seconds": 80.2}
                           (`evaluation.intervals.score`)
     evaluations/step_<n>/ its episodes
     evaluation.json       held-out errors, and closed-loop success of the demo
@@ -64,7 +65,7 @@ from vla_finetuning.files import append_line, read_json, read_lines, write_json
 from vla_finetuning.options.fields import leaves, options_of
 from vla_finetuning.options.job import CONFIG_NAME, PER_START, JobOptions
 from vla_finetuning.options.programs import GRPO_PRESETS, PRESETS, Config, GrpoConfig
-from vla_finetuning.run.attempts import attempts, resumed_at
+from vla_finetuning.run.attempts import attempts, resumed_at, trained_by
 from vla_finetuning.run.checkpoint import (
     Progress,
     check_resumable,
@@ -371,8 +372,10 @@ def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:
 
 def evaluations(output_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of `evaluations.jsonl` by step: results of checkpoints in the run's environment."""
-    lines = [json.loads(line) for line in read_lines(output_dir / EVALUATIONS_NAME)]
-    return sorted({line["step"]: line for line in lines}.values(), key=lambda line: line["step"])
+    lines, starts = [json.loads(line) for line in read_lines(output_dir / EVALUATIONS_NAME)], attempts(output_dir)
+    # Earlier versions wrote no attempt.
+    valid = {line["step"]: line for line in lines if line.get("attempt") in (None, trained_by(starts, line["step"]))}
+    return [line for _, line in sorted(valid.items())]
 
 
 def prune_checkpoints(config: Config, steps: int) -> None:
