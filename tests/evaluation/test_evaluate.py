@@ -76,6 +76,7 @@ def test_from_flags_to_a_page(evaluated):
     assert "5 of 6 episodes, 0 of 5 succeeded, " in out and " s left" in out
     # Its page: the table by instruction, and of six failures those that were asked for.
     page = check_page((folder / "report.html").read_text())
+    assert "0 of 6 episodes succeeded (0.0%), and 0.0% of the episodes at their end." in page.text
     assert "all episodes 0 6 0.0% 0.0% to 39.0%" in page.text and "go to the red bin" in page.text
     pictures = [image for image in page.all("img") if image["src"].startswith("data:image/webp")]
     assert len(pictures) == 2 and all(", 12 steps" in image["alt"] for image in pictures)
@@ -197,14 +198,21 @@ def test_given_again_it_is_done_and_another_evaluation_does_not_replace_it(recor
     for changed in ("--seed=5", "--eval.n_episodes=7"):
         assert evaluate.main([*record, changed, f"--output_dir={tmp_path / 'other'}"]) == 2
         assert "exists and is not empty" in capsys.readouterr().err
-    assert read_json(folder / "meta" / "environment.json")["evaluation"]["environment"]["type"] == "two_bins"
+    about = read_json(folder / "meta" / "environment.json")
+    assert about["evaluation"]["environment"]["type"] == "two_bins" and about["evaluation"]["errors"] == 0
+    # Of an episode that was an error when the dataset was written, and is none now.
+    other = shutil.copytree(folder, tmp_path / "fewer")
+    about["evaluation"]["errors"] = 1
+    write_json(other / "meta" / "environment.json", about)
+    assert evaluate.main([*record, f"--eval.record_dataset={other}"]) == 1
+    assert "fewer exists and is not empty, and not of exactly these episodes" in capsys.readouterr().err
 
 
 @pytest.mark.ray
 def test_episodes_whose_actions_were_not_written_cannot_be_recorded(evaluated, flags, tmp_path, capsys):
     plain = shutil.copytree(evaluated[0], tmp_path / "plain", ignore=shutil.ignore_patterns("actions*"))
     assert evaluate.main([*flags, f"--output_dir={plain}", f"--eval.record_dataset={tmp_path / 'late'}"]) == 1
-    assert "has not the actions of 6 episodes" in capsys.readouterr().err
+    assert "has no actions of 6 episodes" in capsys.readouterr().err
 
 
 # ---- without playing ------------------------------------------------------------------------------------------------
@@ -270,7 +278,8 @@ def test_from_a_bucket_to_a_bucket(ray_cluster, folder, tmp_path, capsys, monkey
         assert len(check_page(Bucket(there).read("report.html").decode()).all("img")) == 1
         capsys.readouterr()
         assert evaluate.main(["--compare", there, str(plain)]) == 0
-        assert "of 4 distinct scenes that both played" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "of 4 distinct scenes that both played" in out and there in out
 
         run.write("checkpoints/step_00000004/state.json", b"{}")
         for changed, message in (

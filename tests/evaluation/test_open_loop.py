@@ -154,7 +154,7 @@ def test_a_policy_that_predicts_nothing_is_not_measured(monkeypatch, capsys):
     monkeypatch.setattr(after_training, "family_of", lambda config: FAMILIES[config.type])
     run = SimpleNamespace(policy=SimpleNamespace(config=config), rows=SimpleNamespace(any_held_out=True))
     assert after_training.evaluate_trained(run) == 0
-    assert "not measured of a 'molmoact2'" in capsys.readouterr().out
+    assert "not measured: 'molmoact2' predicts nothing: " in capsys.readouterr().out
     config.inference_action_mode = "discrete"
     assert FAMILIES["molmoact2"].cannot_predict(config) == ""
 

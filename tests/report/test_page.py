@@ -174,10 +174,11 @@ def test_losses_that_are_not_finite_half_a_line_and_a_dataset_that_is_gone_are_s
     *lines, last = path.read_text().splitlines()
     last = json.dumps({**json.loads(last), "loss": float("nan")})
     path.write_text("\n".join([*lines, last, '{"step": 65, "lo']))
-    facts["datasets"][0]["root"] = str(folder / "gone")
+    facts["datasets"] = [{"root": str(folder / "gone")}] * 6
     write_json(folder / "run.json", facts)
     page = read(folder, looks=None)
     assert "could not be looked at" in page.text and "no such folder" in page.text
+    assert "2 more datasets are not shown" in page.text
     assert "All 60 steps done." in page.text
     assert any("loss over steps: from 0.4 to 0.03636" in svg["aria-label"] for svg in page.all("svg"))
 

@@ -43,7 +43,7 @@ def folder(tmp_path):
     """A run's folder at its start."""
     folder = tmp_path / "run7"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(Config(lr=2.5e-5, steps=50).to_json()))
+    (folder / "config.json").write_text(json.dumps(Config(lr=2.5e-5, steps=50, track_project="robots").to_json()))
     return folder
 
 
@@ -307,8 +307,9 @@ class Kept:
 
     run_id = "one"
 
-    def __init__(self, *_):
-        self.points, self.failing, self.closed, self.arrived = [], False, False, threading.Event()
+    def __init__(self, folder, project, *_):
+        self.project, self.points, self.failing, self.closed = project, [], False, False
+        self.arrived = threading.Event()
         Kept.last = self
 
     def log(self, values, step):
@@ -348,7 +349,7 @@ def test_a_tracker_that_fails_is_a_warning_and_gets_what_it_missed(folder, kept,
     again = f"no route; `python -m vla_finetuning.report.tracking {folder} --track wandb` sends what is missing"
     assert caplog.text.count(again) == 1
     assert tracking.main([str(folder), "--track=wandb"]) == 0
-    assert Kept.last.points == [(20, 20.0)]
+    assert Kept.last.points == [(20, 20.0)] and Kept.last.project == "robots"
 
 
 # ---- flags ---------------------------------------------------------------------------------------------------------

@@ -121,6 +121,16 @@ def test_names_of_other_datasets_are_mapped_and_vectors_joined(service, tmp_path
         make_service(folder_of(service), '--rename_map={"side": "observation.images.tops"}')
 
 
+def test_a_name_of_one_robot_of_several_is_mapped_for_that_one(tmp_path):
+    both = make_export(tmp_path, "arm", "gantry")
+    for name in ("policy_preprocessor.json", "config.json", "robot.json"):
+        path = both / "gantry" / name
+        path.write_text(path.read_text().replace("observation.images.top", "observation.images.hand"))
+    interfaces = make_service(both, '--rename_map={"side": "observation.images.hand"}').interfaces
+    assert interfaces["gantry"].rename_map == {"side": "observation.images.hand"}
+    assert not interfaces["arm"].rename_map and "observation.images.top" in interfaces["arm"].cameras
+
+
 def test_a_robot_of_several_is_chosen_by_the_path(openpi, tmp_path):
     service = make_service(make_export(tmp_path, "arm", "gantry"))
     with served(service, handle := InProcess(service)) as addresses:

@@ -22,7 +22,7 @@ def evaluate_trained(run: Run) -> int:
     if not run.rows.any_held_out:
         return 0
     if reason := family_of(run.policy.config).cannot_predict(run.policy.config):
-        print_safe(f"Open loop    not measured of a '{run.policy.config.type}', {reason}")
+        print_safe(f"Open loop    not measured: '{run.policy.config.type}' predicts nothing: {reason}")
         return 0
     try:
         errors = cluster.run_remote(evaluate_run, run, scaling=run.job.scaling)

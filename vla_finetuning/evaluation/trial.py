@@ -237,19 +237,21 @@ def flags_of_rtc(config: Any) -> str:
 
 def record_trial(trial: Trial) -> None:
     """Record the episodes as a dataset, if requested and not done. Raises ValueError if no actions were stored."""
-    root = trial.dataset
-    if root is None or is_recorded(root, trial.recorded):
+    if (root := trial.dataset) is None:
         return
     _, lines = read_evaluation(trial.output_dir)
-    actions = {episode_key(named): executed for named, executed in read_actions(trial.output_dir)}
     played = [line for line in lines if line["error"] is None]
+    about = {**trial.recorded, "errors": len(lines) - len(played)}
+    if is_recorded(root, about):
+        return
+    actions = {episode_key(named): executed for named, executed in read_actions(trial.output_dir)}
     if missing := sum(episode_key(line) not in actions for line in played):
         raise ValueError(
-            f"{address(trial.output_dir)} has not the actions of {missing} episodes, which were played without "
+            f"{address(trial.output_dir)} has no actions of {missing} episodes, which were played without "
             "--eval.record_dataset: give another --output_dir"
         )
     eyes = Eyes(trial.env, trial.source.config)
-    record_played(root, trial.makers, eyes, [(line, actions[episode_key(line)]) for line in played], trial.recorded)
+    record_played(root, trial.makers, eyes, [(line, actions[episode_key(line)]) for line in played], about)
 
 
 def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -302,7 +304,7 @@ def success_text(lines: Sequence[Mapping[str, Any]], latency_s: float | None = N
     for line in failed[:5]:
         text.append(f"Not played   {escaped(line['task'])}, seed {line['seed']}: {escaped(line['error'])}")
     if failed:
-        text.append(f"             {len(failed)} episodes ended in an error; given again, they are played again")
+        text.append(f"             {len(failed)} episodes ended in an error; the same command plays them again")
     return "\n".join(text)
 
 
@@ -326,7 +328,7 @@ def compare_folders(a: Path, b: Path) -> tuple[str, int]:
     for name in conditions_a:
         of_a, of_b = ([line for line in lines if line["condition"] == name] for lines in (lines_a, lines_b))
         texts += [f"At a {name}"] if len(conditions_a) > 1 else []
-        texts.append(comparison_text(of_a, of_b, escaped(str(a)), escaped(str(b))))
+        texts.append(comparison_text(of_a, of_b, escaped(address(a)), escaped(address(b))))
     missing = sum(line["error"] is not None for line in (*lines_a, *lines_b))
     return "\n".join(texts), missing
 

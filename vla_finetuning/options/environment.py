@@ -31,7 +31,7 @@ class EnvironmentOptions:
 
 @dataclass
 class EvalOptions:
-    """Evaluation in an environment. None of it changes what comes out."""
+    """Evaluation in an environment. Only n_episodes, and exact by rounding, change its result."""
 
     n_episodes: int = option(50, "Number of episodes to play in each task.", min=1)
     batch_size: int = option(32, "Maximum number of rows in a batch of the policy.", min=1)

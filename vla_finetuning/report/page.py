@@ -181,6 +181,8 @@ def look_at_datasets(output_dir: Path) -> list[Drawn]:
             looks.append(_draw_look(replace(look, sheet=augmented(look.sheet, config))))
         except (ValueError, OSError) as error:
             looks.append(f"The dataset could not be looked at: {error}")
+    if hidden := len(facts.get("datasets", [])[MAX_DATASETS:]):
+        looks.append(f"{hidden} more datasets are not shown; python -m diagnostics.show_dataset ROOT shows one")
     return looks
 
 

@@ -277,14 +277,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Send a run's curves to a tracker that does not have them yet.")
     parser.add_argument("output_dir", type=as_path)
     parser.add_argument("--track", required=True, choices=get_args(TrackerName))
-    parser.add_argument("--track_project", default=Config.track_project)
+    parser.add_argument("--track_project", help="Default: the run's.")
     args = parser.parse_args(argv)
     escape_warnings()
     try:
         with synced(args.output_dir):
             if not (args.output_dir / CONFIG_NAME).is_file():
                 raise ValueError(f"{address(args.output_dir)}: no run is there ({CONFIG_NAME} is missing)")
-            Follower(args.output_dir, args.track, args.track_project).finish()
+            project = read_json(args.output_dir / CONFIG_NAME).get("track_project", Config.track_project)
+            Follower(args.output_dir, args.track, args.track_project or project).finish()
     except Exception as error:
         print_safe_error(error)
         return 1

@@ -207,8 +207,11 @@ def is_recorded(root: Path, about: Mapping[str, Any], flag: str = "--eval.record
     """Return whether a folder holds the dataset of `record_played`. Raises ValueError if it holds something else."""
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return False
-    if read_json(root / "meta" / ENVIRONMENT_NAME).get("evaluation") != json.loads(json.dumps(about)):
-        raise ValueError(f"{flag}={root} exists and is not empty: name a new folder, or remove it")
+    stored = {"errors": 0, **read_json(root / "meta" / ENVIRONMENT_NAME).get("evaluation", {})}
+    if not json.loads(json.dumps(about)).items() <= stored.items():
+        raise ValueError(
+            f"{flag}={root} exists and is not empty, and not of exactly these episodes: name a new folder, or remove it"
+        )
     return True
 
 

@@ -52,7 +52,7 @@ class Interface:
 
     @classmethod
     def of_export(cls, robot: str, folder: Path, config: PreTrainedConfig, rename_map: Mapping[str, str]) -> Interface:
-        """Describe the policy in a folder. Raises ValueError if a target of `rename_map` is not an input of it."""
+        """Describe the policy in a folder, with the entries of `rename_map` whose targets are inputs of it."""
         facts, trained = read_json(folder / ROBOT_NAME), saved_shapes(folder, config)
         names = {policy: name for name, policy in saved_rename_map(folder).items()}
         trained_names = {*trained, *facts.get("cameras", ())}
@@ -64,14 +64,9 @@ class Interface:
                     cameras[name] = not family_of(config).masks_cameras or not trained_names.isdisjoint((key, name))
             elif key.startswith(OBS_STR):
                 vectors[name] = trained.get(key, feature.shape)[0]
-        for name, target in rename_map.items():
-            if target not in (inputs := [*cameras, *vectors]):
-                raise ValueError(
-                    f"--rename_map: {name!r} is to be {target!r}, which the policy does not see; it sees "
-                    f"{', '.join(inputs)}{did_you_mean(target, inputs)}"
-                )
+        own_names = {name: target for name, target in rename_map.items() if target in {**cameras, **vectors}}
         width, steps = config.output_features[ACTION].shape[0], len(config.action_delta_indices or [0])
-        return cls(robot, config.type, cameras, vectors, width, steps, rename_map, facts)
+        return cls(robot, config.type, cameras, vectors, width, steps, own_names, facts)
 
     def describe(self) -> dict[str, Any]:
         """Return the metadata for clients, as JSON."""

@@ -22,6 +22,7 @@ from ray.serve.schema import ApplicationStatus, ReplicaState
 
 from vla_finetuning.buckets.mirror import as_path
 from vla_finetuning.environment import Timeouts
+from vla_finetuning.options.fields import did_you_mean
 from vla_finetuning.options.programs import ServeConfig
 from vla_finetuning.options.serve import ServeOptions, read_token
 from vla_finetuning.plan.base_policy import resolve_policy
@@ -74,6 +75,13 @@ def resolve_service(config: ServeConfig) -> Service:
         else:  # send whole chunks: clients choose how many actions they execute
             vars(policy)["n_action_steps"] = interfaces[robot].chunk_size
         sources[robot] = PolicySource.of_export(folder, policy, config, env=None)
+    inputs = list(dict.fromkeys(name for own in interfaces.values() for name in (*own.cameras, *own.vectors)))
+    for name, target in config.rename_map.items():
+        if target not in inputs:
+            raise ValueError(
+                f"--rename_map: {name!r} is to be {target!r}, which the policy does not see; it sees "
+                f"{', '.join(inputs)}{did_you_mean(target, inputs)}"
+            )
     return Service(config, interfaces, sources)
 
 
