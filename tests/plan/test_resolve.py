@@ -470,6 +470,17 @@ def test_a_base_that_is_replaced_after_the_plan_is_neither_trained_nor_exported(
         policy.start()
 
 
+def test_a_node_with_a_part_of_a_hub_policy_fetches_the_rest(started, tmp_path, monkeypatch):
+    output_dir, base = started
+    policy, commit = resumed(output_dir).policy, "a" * 40
+    (tmp_path / "snapshot").mkdir()
+    shutil.copy(base / "config.json", tmp_path / "snapshot")
+    monkeypatch.setattr("vla_finetuning.policies.spec.fetch_pretrained", lambda *names: (base, names))
+    of_hub = replace(policy, folder=tmp_path / "snapshot", base={**policy.base, "path": "me/arm", "revision": commit})
+    assert of_hub.folder_here() == base and policy.folder_here() == policy.folder
+    of_hub.start()
+
+
 def test_a_type_that_brings_code_is_refused_unless_this_start_allows_it(setting, started, monkeypatch):
     known = replace(FAMILIES["pi0_fast"], as_lerobot=True)
     monkeypatch.setitem(FAMILIES, "pi0_fast", known)

@@ -154,9 +154,8 @@ class PolicySpec:
         return None if fetchable else self.folder
 
     def folder_here(self) -> Path | None:
-        """Return the folder on this node; fetch it if it is missing."""
-        # A folder from a bucket may exist while another process is still fetching it.
-        if self.folder is None or (self.folder.is_dir() and "://" not in str(self.base["path"])):
+        """Return the folder on this node; fetch from the Hub or a bucket what is missing of it."""
+        if self.folder is None or self.shared_folder is not None:
             return self.folder
         return fetch_pretrained(self.base["path"], self.base["revision"])[0]
 
