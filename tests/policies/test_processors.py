@@ -365,8 +365,21 @@ def test_a_pipeline_without_a_normaliser_or_a_second_file_is_refused(case, tmp_p
     with pytest.raises(ValueError, match="cannot be built.*normalizer_processor"):
         make_processors(folder, case.config, case.meta.stats, {})
     (folder / "policy_postprocessor.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"not policy_postprocessor.json"):
+    with pytest.raises(
+        FileNotFoundError, match=r"has no policy_postprocessor.json.*both.*migrate_policy_normalization"
+    ):
         make_processors(folder, case.config, case.meta.stats, {})
+
+
+def test_processors_that_name_the_device_of_their_training_load_anywhere(case, tmp_path):
+    def move(steps):
+        next(step for step in steps if step["registry_name"] == "device_processor")["config"]["device"] = "xpu"
+
+    folder = copy_with(case, tmp_path, move)
+    with pytest.raises(ValueError, match="xpu"):
+        make_pre_post_processors(case.config, pretrained_path=str(folder))
+    preprocessor, _ = load_processors(folder, case.config)
+    assert "cpu" in [getattr(step, "device", None) for step in preprocessor.steps]
 
 
 def test_the_gated_tokenizer_is_explained(case, monkeypatch):
@@ -422,11 +435,28 @@ def test_prompts_are_as_long_as_the_option_says(case):
     assert prepared[TOKENS].shape[1] == config.tokenizer_max_length
 
 
+def test_a_prompt_that_lerobot_would_cut_is_refused(case):
+    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
+    plain = TokenizerProcessorStep(tokenizer=make_tokenizer(["go"]), max_length=24)
+    preprocessor.steps = [plain if isinstance(step, TokenizerProcessorStep) else step for step in preprocessor.steps]
+    prepare, rows = Prepare(preprocessor, case.meta.camera_keys, {}, case.config), case.rows([4, 13])
+    assert not prepare(rows)[MASK][:, -1].any()
+    rows["task"][1] = "go " * 12
+    with pytest.raises(ValueError, match="the prompt of 'go go.* has 24 tokens.*larger --policy.tokenizer_max_length"):
+        prepare(rows)
+
+
 def written_tokenizer(folder, **changes):
     make_tokenizer(["go to the bin"]).save_pretrained(folder)
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return path
+
+
+def test_a_tokenizer_is_tested_from_any_working_directory(tmp_path, monkeypatch):
+    written_tokenizer(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    check_tokenizer(Path("tokenizer.json"))
 
 
 def test_a_tokenizer_that_makes_texts_longer_and_longer(tmp_path):
@@ -473,7 +503,7 @@ def test_an_advantage_that_the_prompt_cannot_tell_is_refused():
     check(Words(6), "pick the red cube", "go")
     with pytest.raises(ValueError, match="has 7 tokens, and its prompts at most 6: the advantage would be cut off"):
         check(Words(6), "go", "pick the very red cube")
-    with pytest.raises(ValueError, match="it does not know the words"):
+    with pytest.raises(ValueError, match="whose tokenizer knows the words"):
         check(Words(9, known=lambda word: len(word) < 5), "go")
     with pytest.raises(ValueError, match="make no tokens of instructions"):
         check(object(), "go")

@@ -43,7 +43,7 @@ def labelled(setting, **changes):
 
 
 def test_a_policy_that_does_not_know_the_words_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="makes the same of .*Advantage: positive"):
+    with pytest.raises(ValueError, match="gives .*Advantage: positive.* the same tokens"):
         labelled(make_setting(tmp_path))
 
 

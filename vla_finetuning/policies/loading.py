@@ -286,6 +286,11 @@ def _explain_names(folder: Path, names: Sequence[str]) -> None:
     if old := [name for name in names if name.removeprefix("model.").startswith(prefixes)]:
         raise ValueError(
             f"the weights in {folder} have normalisation inside of the policy ({old[0]}), as LeRobot saved it before "
-            "processors: python -m lerobot.processor.migrate_policy_normalization "
-            f"--pretrained-path {folder} --output-dir {folder.name}_migrated, and give that folder"
+            f"processors: {migration(folder)}"
         )
+
+
+def migration(folder: Path) -> str:
+    """Return LeRobot's command that converts a policy from before processors."""
+    command = "python -m lerobot.processor.migrate_policy_normalization"
+    return f"{command} --pretrained-path {folder} --output-dir {folder.name}_migrated; then give that folder"

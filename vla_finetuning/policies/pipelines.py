@@ -29,7 +29,7 @@ from transformers.utils import cached_file
 from vla_finetuning.data.hub import require_model
 from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.recap import ADVANTAGE
-from vla_finetuning.policies.loading import check_header
+from vla_finetuning.policies.loading import check_header, migration
 from vla_finetuning.policies.processors import EMPTY_CAMERA, TOKENIZER_FOLDER, Stats, normalization_mode, required_stats
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
@@ -125,6 +125,8 @@ def load_processors(
 ) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
     """Load the pipelines of a pretrained folder, as LeRobot does on a robot. Raises ValueError as `make_processors`."""
     overrides = _tokenizer_overrides(folder, config, _saved_steps(folder, config), trusted)
+    if _find_saved_step(folder, "device_processor"):  # it names the device of the training
+        overrides["device_processor"] = {"device": "cpu"}
     with remote_code(trusted):
         pipelines = make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=overrides)
     _keep_tokenizer_name(pipelines[0])
@@ -212,7 +214,10 @@ def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, 
                 (s["registry_name"], s.get("config", {}), s.get("state_file")) for s in read_foreign_json(file)["steps"]
             ]
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{folder} has one of its two processor files, but not {file.name}") from error
+            raise FileNotFoundError(
+                f"{folder} has no {file.name}: a policy needs both files of the processors that it was trained with; "
+                f"weights from before LeRobot's processors are converted by {migration(folder)}"
+            ) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{file} is no pipeline of steps that LeRobot has registered by name: {error!r}. Steps "
@@ -221,7 +226,8 @@ def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, 
         for step, options, state_file in steps:
             if reason := _explain_refusal(step, options, state_file, config):
                 raise ValueError(
-                    f"{file}: the step {step!r:.100} {reason}; write the file anew with LeRobot, or leave it out"
+                    f"{file}: the step {step!r:.100} {reason}; save the processors again with LeRobot, or remove both "
+                    "processor files"
                 )
             if state_file is not None:
                 check_header(folder / state_file)
@@ -275,16 +281,16 @@ def check_prompts_differ(preprocessor: PolicyProcessorPipeline, instructions: Se
     tokenizer = tokenizer_step(preprocessor)
     if tokenizer is None:
         raise ValueError(
-            f"{name}: its processors make no tokens of instructions, so that it cannot be tried whether these name an "
-            "advantage: leave out --recap.labels"
+            f"{name}: its processors make no tokens of instructions, so the advantage in an instruction cannot reach "
+            "it: leave out --recap.labels"
         )
     for instruction in instructions:
         texts = [f"{instruction}{words}" for words in ("", *ADVANTAGE.values())]
         tokens = [tokenizer.input_tokenizer(text)["input_ids"] for text in texts]
         if len(set(map(tuple, tokens))) < len(tokens):
             raise ValueError(
-                f"{name}: its tokenizer makes the same of {texts[1]!r} and {texts[2]!r}: it does not know the words; "
-                "start from a policy that does"
+                f"{name}: its tokenizer gives {texts[1]!r} and {texts[2]!r} the same tokens, so the policy could not "
+                "tell them apart; start from a policy whose tokenizer knows the words"
             )
         if max(map(len, tokens)) > tokenizer.max_length:
             raise ValueError(

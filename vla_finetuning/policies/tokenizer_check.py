@@ -21,6 +21,8 @@ MAX_GROWTH = 16
 MAX_CPU_S, MAX_MEMORY_BYTES = 10, 2**30
 # Characters of the test texts: the longest instruction that a dataset may have.
 MAX_CHARACTERS = 20_000
+PROJECT = Path(__file__).parents[2]  # the subprocess imports from there
+REMEDY = "save the tokenizer again with the current `tokenizers` library, or use another one"
 
 
 def check_tokenizer(path: Path) -> None:
@@ -37,18 +39,20 @@ def check_tokenizer(path: Path) -> None:
 @lru_cache(maxsize=8)
 def _check(path: Path, fingerprint: tuple[int, int]) -> None:
     _check_growth(path)
-    command = [sys.executable, "-m", __name__, str(path), str(MAX_CPU_S)]
+    command = [sys.executable, "-m", __name__, str(path.absolute()), str(MAX_CPU_S)]
     # The child limits its CPU time, which does not depend on the machine's load. The timeout ends an idle child.
     try:
-        child = subprocess.run(command, capture_output=True, timeout=60 * MAX_CPU_S, stdin=subprocess.DEVNULL)
+        child = subprocess.run(
+            command, cwd=PROJECT, capture_output=True, timeout=60 * MAX_CPU_S, stdin=subprocess.DEVNULL
+        )
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f"{path}: loading it did not end in {error.timeout:.0f} s; save the tokenizer anew") from error
+        raise ValueError(f"{path}: loading it did not end in {error.timeout:.0f} s; {REMEDY}") from error
     if child.returncode:
         # At a limit, the library ends the process without an exception.
         reason = child.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {child.returncode}"
         raise ValueError(
             f"{path}: loading it and splitting one instruction takes more than {MAX_CPU_S} s of CPU time or "
-            f"{MAX_MEMORY_BYTES / 2**30:.0f} GiB, or fails ({reason:.200}); save the tokenizer anew"
+            f"{MAX_MEMORY_BYTES / 2**30:.0f} GiB, or fails ({reason:.200}); {REMEDY}"
         )
 
 
@@ -70,7 +74,7 @@ def _check_growth(path: Path) -> None:
     if growth > MAX_GROWTH:
         raise ValueError(
             f"{path}: its normalizers may make a text {growth:,.0f} times as long, more than {MAX_GROWTH}: it is made "
-            "to exhaust the memory; save the tokenizer anew"
+            f"to exhaust the memory; {REMEDY}"
         )
 
 
