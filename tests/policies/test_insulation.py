@@ -1,6 +1,8 @@
 """Knowledge insulation against one plain forward a part, of LeRobot's own modules."""
 
 import copy
+import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from util import DeviceMetrics
 from vla_finetuning.columns import ROBOT
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.train import TrainOptions
-from vla_finetuning.policies.action_tokens import ActionTokenizer
+from vla_finetuning.policies.action_tokens import ActionTokenizer, describe_tokens
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.families.insulation import (
     ADAPTED,
@@ -27,7 +29,7 @@ from vla_finetuning.policies.families.insulation import (
     token_columns,
 )
 from vla_finetuning.policies.families.pi05 import PI05Loss
-from vla_finetuning.policies.family import MEAN_COUNT
+from vla_finetuning.policies.family import MEAN_COUNT, Chunks
 from vla_finetuning.policies.lora import add_adapters
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, TEXT_MASK
@@ -349,7 +351,7 @@ def test_compiled_layers_give_the_same_losses_and_gradients(policy, in_float64):
 
 def test_too_few_words_for_the_tokens_are_refused(policy, chunks, tmp_path):
     ActionTokenizer.fit(chunks, VOCABULARY + 1).save(tmp_path)
-    with pytest.raises(ValueError, match="271 action tokens need as many words and two more, and .* has 272"):
+    with pytest.raises(ValueError, match="271 action tokens and two marks need .* has 272"):
         insulated(family_of(policy.config), policy.config, TrainOptions(action_tokenizer=str(tmp_path)), None)
 
 
@@ -380,6 +382,16 @@ def test_values_beyond_those_of_the_fit_are_tokens_too(tokenizer):
     far = np.full((2, 20, ACTION_DIM), [[[1e7]], [[-1e7]]])
     assert [len(ids) > 0 for ids in tokenizer.encode(far)] == [True, True]
     assert np.isfinite(tokenizer.decode(tokenizer.encode(far), far.shape[1:])).all()
+
+
+def test_a_tokenizer_that_lacks_bytes_is_refused_and_a_robot_without_rows_is_left_out(chunks, tokenizer):
+    units = np.zeros(ACTION_DIM), np.ones(ACTION_DIM), ("x",) * ACTION_DIM
+    sample = [Chunks(values, *units) for values in (chunks, chunks[:0])]
+    assert describe_tokens(tokenizer, sample) == describe_tokens(tokenizer, sample[:1])
+    model = json.loads(tokenizer.model)
+    model["model"] |= {"vocab": {"a": 0}, "merges": []}
+    with pytest.raises(ValueError, match="no tokens for some values.*give --train.action_tokenizer fit"):
+        describe_tokens(replace(tokenizer, model=json.dumps(model)), sample)
 
 
 def test_the_same_chunks_give_the_same_tokenizer_and_its_files_bring_it_back(chunks, tokenizer, tmp_path):

@@ -1,6 +1,7 @@
 """Action chunks that a plan describes, against those that pandas reads."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -11,8 +12,10 @@ from tests import in_process
 from tests.datasets import make_dataset
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.action_tokens import ActionTokenizer, describe_tokens
-from vla_finetuning.training.chunks import describe_chunks, sample_chunks
+from vla_finetuning.training import chunks as chunks_module
+from vla_finetuning.training.chunks import describe_chunks, read_chunks, sample_chunks
 
 SPARE_WORDS, CHUNK = 270, 6
 
@@ -67,6 +70,17 @@ def test_each_robots_chunks_have_its_own_entries(setting, tmp_path, statistics):
         assert chunks.values.shape[-1] == 5 and chunks.label == f"{name}: "
         assert not chunks.values[..., len(chunks.names) :].any()
     assert "narrow: as" in describe_chunks(run)[0]
+
+
+def test_a_short_run_fits_to_a_whole_epoch_and_not_to_rows_that_could_not_be_read(setting, monkeypatch):
+    run = resolved(setting, "short", steps=1, batch_size=2)
+    batch = {"action": np.arange(3)[:, None, None] * np.ones((1, CHUNK, 5)), "is_skipped": np.arange(3) == 1}
+    streams = []
+    monkeypatch.setattr(Rows, "source", lambda rows, stream, *_: streams.append(stream))
+    monkeypatch.setattr(chunks_module, "read_source", lambda _: SimpleNamespace(iter_batches=lambda **_: [batch]))
+    (chunks,) = read_chunks(run)
+    assert streams == [(0, run.rows.per_epoch)] and run.rows.per_epoch > run.rows.last_row
+    assert chunks.values[:, 0, 0].tolist() == [0, 2]
 
 
 def test_the_plan_counts_tokens_and_says_how_far_actions_are_off(setting):

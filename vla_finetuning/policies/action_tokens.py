@@ -112,7 +112,10 @@ class ActionTokenizer:
         texts = [self._bpe.decode(list(ids), skip_special_tokens=False) for ids in tokens]
         wrong = next((text for text in texts if len(text) != math.prod(shape)), None)
         if wrong is not None:
-            raise ValueError(f"tokens of {len(wrong)} coefficients are no chunk of {shape[0]} x {shape[1]}")
+            raise ValueError(
+                f"the action tokenizer has no tokens for some values: a chunk of {shape[0]} x {shape[1]} comes back as "
+                f"{len(wrong)} coefficients; give --train.action_tokenizer fit"
+            )
         codes = np.array([[ord(letter) for letter in text] for text in texts], np.int64).reshape(-1, *shape)
         return np.asarray(idct((codes + self.lowest) / self.scale, axis=1, norm="ortho"))
 
@@ -152,13 +155,16 @@ def describe_tokens(tokenizer: ActionTokenizer, sample: Sequence[Chunks]) -> lis
     lines = []
     for chunks in sample:
         values = chunks.values
+        if not len(values):
+            continue  # a robot with a small share of the rows
         tokens = tokenizer.encode(values)
         counts, columns = np.array([len(ids) for ids in tokens]), columns_of(values[0].size)
-        cut = f"; the last ones of {(counts >= columns).mean():.1%} do not count" if (counts >= columns).any() else ""
+        share = (counts >= columns).mean()
+        cut = f"; {share:.1%} have more than {columns - 1}, and the loss ignores their last ones" if share else ""
         back = replace(chunks, values=tokenizer.decode(tokens, values.shape[1:]))
         apart = np.abs(back.actions - chunks.actions)
         errors = zip(chunks.names, apart.mean(axis=(0, 1)), apart.max(axis=(0, 1)), strict=True)
-        text = "coming back, they are off by, on average (at most): "
+        text = "error of the decoded actions, mean (maximum): "
         text += ", ".join(f"{name} {mean:.2g} ({most:.2g})" for name, mean, most in errors)
         lines += [
             f"Actions      {chunks.label}as {tokenizer.vocabulary} tokens: {np.median(counts):.0f} a chunk of "

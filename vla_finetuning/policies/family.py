@@ -316,8 +316,8 @@ class Family:
         """
         return self
 
-    def describe_chunks(self, chunks: Callable[[], Sequence[Chunks]]) -> list[str]:
-        """Return lines for the plan that describe how the family encodes action chunks."""
+    def describe_chunks(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> list[str]:
+        """Return lines for the plan that describe how the family encodes action chunks, by state in `folder` if any."""
         return []
 
     def save_fitted(self, folder: Path) -> None:
@@ -418,6 +418,6 @@ def parts_by_prefix(policy: PreTrainedPolicy, prefixes: Iterable[tuple[str, str]
     for name, _ in policy.named_parameters():
         part = next((part for prefix, part in prefixes if name.startswith(prefix)), None)
         if part is None:
-            raise ValueError(f"parameter {name!r} is in no known part of a '{policy.name}'; is this LeRobot 0.6.1?")
+            raise ValueError(f"parameter {name!r} of a '{policy.name}' is not known here: LeRobot 0.6.1 is supported")
         parts[name] = part
     return parts

@@ -11,7 +11,7 @@ from lerobot.processor import UnnormalizerProcessorStep
 from lerobot.utils.constants import ACTION
 
 from lerobot_datasource import LeRobotDatasource, read_source
-from vla_finetuning.columns import ROBOT
+from vla_finetuning.columns import IS_SKIPPED, ROBOT
 from vla_finetuning.data.metadata import DatasetMetadata, dimension_names
 from vla_finetuning.data.options import Features, Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
@@ -33,13 +33,13 @@ ROW_BYTES = 16_384
 
 
 def read_chunks(run: Run) -> list[Chunks]:
-    """Read the first chunks of a run's stream by Ray Data, and return them by robot."""
+    """Read the first chunks of a run's stream, which may end before them, by Ray Data, and return them by robot."""
     rows = _without_cameras(run.rows)
     prepare = LazyPickle(make_prepare(run.policy, rows))
-    source = rows.source((0, min(FITTED_ROWS, rows.per_epoch, rows.last_row)), prepare, ROW_BYTES)
+    source = rows.source((0, min(FITTED_ROWS, rows.per_epoch)), prepare, ROW_BYTES)
     batches = list(read_source(source).iter_batches(batch_size=None))
-    columns = {key: np.concatenate([batch[key] for batch in batches]) for key in {ACTION, ROBOT} & batches[0].keys()}
-    return _by_robot(run.policy, rows, columns)
+    keys = {ACTION, ROBOT, IS_SKIPPED} & batches[0].keys()
+    return _by_robot(run.policy, rows, {key: np.concatenate([batch[key] for batch in batches]) for key in keys})
 
 
 def sample_chunks(run: Run) -> list[Chunks]:
@@ -72,7 +72,7 @@ def fit_to_rows(run: Run) -> Run:
 
 def describe_chunks(run: Run) -> list[str]:
     """Return the plan's lines on action chunks, from a sample of the run's rows."""
-    return family_of(run.policy.config).describe_chunks(lambda: sample_chunks(run))
+    return family_of(run.policy.config).describe_chunks(lambda: sample_chunks(run), run.job.output_dir)
 
 
 def describe_tokens_of(meta: DatasetMetadata, name: str, chunk_size: int) -> list[str]:
@@ -97,9 +97,10 @@ def _without_cameras(rows: Rows) -> Rows:
 def _by_robot(policy: PolicySpec, rows: Rows, columns: Columns) -> list[Chunks]:
     chunks = columns[ACTION]
     robot_of_row = columns.get(ROBOT, np.zeros(len(chunks), np.int64))
+    is_read = ~columns.get(IS_SKIPPED, np.zeros(len(chunks), bool))
     return [
         Chunks(
-            chunks[robot_of_row == number],
+            chunks[is_read & (robot_of_row == number)],
             *_ends(policy.select_robot(robot), robot.widths[ACTION]),
             tuple(dimension_names(rows.metas[robot.datasets[0]], ACTION)),
             robot.label,

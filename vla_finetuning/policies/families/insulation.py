@@ -266,31 +266,38 @@ class InsulatedPI05(PI05):
         Raises:
             ValueError: the folder holds no valid tokenizer, or another one than the option names.
         """
-        folder = folder / ACTION_TOKENIZER_FOLDER
-        if (folder / MODEL_FILE).is_file():
-            written = ActionTokenizer.load(folder)
-            if self.action_tokenizer not in (None, written):
-                raise ValueError(
-                    f"--train.action_tokenizer: {folder} has the tokenizer that this run was started with, and it is "
-                    "another one: leave the option as it was, or start a new run"
-                )
-            return replace(self, action_tokenizer=written)
-        sample = chunks()
-        tokenizer = self._tokenizer_for(sample)
-        print_safe(*describe_tokens(tokenizer, sample))
-        tokenizer.save(folder)
-        return replace(self, action_tokenizer=tokenizer)
+        tokenizer = self._written(folder)
+        if tokenizer is None:
+            sample = chunks()
+            tokenizer = self.action_tokenizer or self._fitted(sample)
+            print_safe(*describe_tokens(tokenizer, sample))
+            tokenizer.save(folder / ACTION_TOKENIZER_FOLDER)
+        return replace(self, action_tokenizer=tokenizer, vocabulary=tokenizer.vocabulary)
 
-    def describe_chunks(self, chunks: Callable[[], Sequence[Chunks]]) -> list[str]:
-        sample = chunks()
-        lines = describe_tokens(self._tokenizer_for(sample), sample)
-        fitted = " " * 13 + "by a tokenizer fitted to these; before the first step one is fitted to more of them"
-        return lines if self.action_tokenizer else [*lines, fitted]
-
-    def _tokenizer_for(self, sample: Sequence[Chunks]) -> ActionTokenizer:
-        return self.action_tokenizer or ActionTokenizer.fit(
-            np.concatenate([chunks.values for chunks in sample]), self.vocabulary
+    def describe_chunks(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> list[str]:
+        tokenizer, sample = self._written(folder) or self.action_tokenizer, chunks()
+        if tokenizer is not None:
+            return describe_tokens(tokenizer, sample)
+        fitted = (
+            "with a tokenizer fitted to this sample; the run fits its own to up to 20,000 chunks before its first step"
         )
+        return [*describe_tokens(self._fitted(sample), sample), " " * 13 + fitted]
+
+    def _written(self, folder: Path) -> ActionTokenizer | None:
+        """Return the tokenizer in the run's folder; refuse another one than the option names."""
+        folder = folder / ACTION_TOKENIZER_FOLDER
+        if not (folder / MODEL_FILE).is_file():
+            return None
+        written = ActionTokenizer.load(folder)
+        if self.action_tokenizer not in (None, written):
+            raise ValueError(
+                f"--train.action_tokenizer: {folder} has the tokenizer that this run was started with, and it is "
+                "another one: leave the option as it was, or start a new run"
+            )
+        return written
+
+    def _fitted(self, sample: Sequence[Chunks]) -> ActionTokenizer:
+        return ActionTokenizer.fit(np.concatenate([chunks.values for chunks in sample]), self.vocabulary)
 
     def save_fitted(self, folder: Path) -> None:
         if self.action_tokenizer is not None:
@@ -408,9 +415,9 @@ def insulated(plain: Family, config: PreTrainedConfig, train: TrainOptions, fold
     # Their end and their beginning need words, too.
     if words is not None and not LEAST_VOCABULARY <= vocabulary <= words - 2:
         raise ValueError(
-            f"--train.knowledge_insulation: {max(vocabulary, LEAST_VOCABULARY)} action tokens need as many words and "
-            f"two more, and the policy's vocabulary has {words} that begin with {SPARE_WORD!r}: those of `python "
-            "vla.py --preset demo --train.knowledge_insulation true` have them"
+            f"--train.knowledge_insulation: {max(vocabulary, LEAST_VOCABULARY)} action tokens and two marks need spare "
+            f"words in the policy's vocabulary, and it has {words} (words that begin with {SPARE_WORD!r}): give a "
+            "policy of `python vla.py --preset demo --train.knowledge_insulation true`"
         )
     return InsulatedPI05(
         **{item.name: getattr(plain, item.name) for item in fields(plain)},
