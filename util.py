@@ -326,8 +326,10 @@ class TrainableOptimizer:
         for name, param in zip(self.names, self.params, strict=True):
             state = self.optimizer.state[param]
             if not state:
-                adam = "betas" in groups[id(param)]
-                momentum = ["momentum_buffer"] if groups[id(param)].get("momentum") else []
+                group = groups[id(param)]
+                adam = "betas" in group
+                # torch's Muon keeps its buffer with any momentum, SGD only with one.
+                momentum = ["momentum_buffer"] if "ns_steps" in group or group.get("momentum") else []
                 if adam:
                     state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
                 for key in ["exp_avg", "exp_avg_sq"] if adam else momentum:

@@ -83,7 +83,7 @@ def test_every_optimizer_takes_every_policys_parameters(own_groups):
     ("flag", "message"),
     [
         ("optimizer.type=lion", "--optimizer.type=lion: expected one of adam, adamw"),
-        ("optimizer.type=multi_adam", "the optimizer of type multi_adam is several; give --optimizer.type adam or"),
+        ("optimizer.type=multi_adam", "several optimizers .multi_adam.*; give --optimizer.type adam or"),
         ("optimizer.type=muon --scaling.strategy=fsdp2", "shards are updated by Adam alone; give --scaling"),
         ("optimizer.beta=1", "--optimizer.beta: no option of AdamWConfig; did you mean --optimizer.betas"),
         ("optimizer.eps=small", "--optimizer.eps=small: "),
@@ -94,7 +94,7 @@ def test_every_optimizer_takes_every_policys_parameters(own_groups):
         ("optimizer.type=sgd --optimizer.momentum=nan", "of sgd: expected finite numbers, found {'momentum': nan}"),
         ("optimizer.type=sgd --optimizer.nesterov=true --optimizer.momentum=0", "of sgd: Nesterov momentum requires"),
         ("optimizer.type=muon --optimizer.momentum=-1", "of muon: "),
-        ("optimizer.type=sgd --optimizer.dampening=0.5", "--optimizer.dampening=0.5: its first step here would be"),
+        ("optimizer.type=sgd --optimizer.dampening=0.5", "--optimizer.dampening=0.5 is not supported"),
         ("scheduler.num_warmup_steps=3", "the policy has no scheduler of its own; give --scheduler.type too"),
         ("scheduler.type=cosine_decay_with_warmup", "needs more of its options num_warmup_steps, num_decay_steps"),
     ],
@@ -163,6 +163,20 @@ def test_sgd_and_muon_are_torchs_leave_out_bad_steps_and_resume(kind):
         for (name, p), other in zip(policy.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-7, msg=name)
     assert any(name.startswith("momentum_buffer.") for name in saved)
+
+
+def test_the_state_of_muon_without_momentum_is_complete_before_the_first_step():
+    policy = make_policy(1)
+    flags = ["--use_policy_training_preset=false", "--optimizer.type=muon", "--optimizer.momentum=0", "--warmup_frac=0"]
+    made = recipe(policy.config, *flags)
+    optimizer = take_optimizer(policy, made.build(policy), schedule=made.schedule(9), clip_norm=1.0)
+    names = set(optimizer.state())
+    policy = copy.deepcopy(policy)
+    optimizer = take_optimizer(policy, made.build(policy), schedule=made.schedule(9), clip_norm=1.0)
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(0)
+    assert set(optimizer.state()) == names
 
 
 @pytest.mark.parametrize("trained", ["layers.0", "head", ""])

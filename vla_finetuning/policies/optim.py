@@ -229,8 +229,8 @@ def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
         )
     if optimizer.type not in NAMES:
         raise ValueError(
-            f"the optimizer of type {optimizer.type} is several; give --optimizer.type {' or '.join(NAMES)}, or train "
-            "with lerobot-train"
+            f"the policy trains with several optimizers ({optimizer.type}), which is not supported here; give "
+            f"--optimizer.type {' or '.join(NAMES)}, or train with lerobot-train"
         )
     if config.scaling.strategy != "ddp" and optimizer.type in ("sgd", "muon"):
         raise ValueError(
@@ -241,8 +241,8 @@ def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
         raise ValueError(f"--optimizer.lr={optimizer.lr}: must be positive")
     if dampening := getattr(optimizer, "dampening", 0):
         raise ValueError(
-            f"--optimizer.dampening={dampening}: its first step here would be another than torch's, as momentum begins "
-            "with zeros; leave it out"
+            f"--optimizer.dampening={dampening} is not supported: momentum starts at zero here, so the first step "
+            "would differ from torch's; leave it out"
         )
     parameter = nn.Parameter(torch.zeros(1, 1))
     try:  # torch checks the options, before a cluster starts
