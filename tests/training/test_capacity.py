@@ -131,9 +131,9 @@ def test_a_run_that_does_not_fit_is_refused_with_what_does(tiny, planned):
     assert planned(config).needed < needed.needed
     with pytest.raises(ValueError, match="it would fit with (?!.*strategy)"):
         check_capacity(tiny.config, needed, planned, (needed.needed - 1) / GIB, "muon")
-    with pytest.raises(ValueError, match="nor would it with smaller micro-batches"):
+    with pytest.raises(ValueError, match="it would not fit with smaller micro-batches"):
         check_capacity(tiny.config, needed, planned, 0.1)
-    with pytest.raises(ValueError, match="nor would it with smaller micro-batches(?!.*sharded)"):
+    with pytest.raises(ValueError, match="it would not fit with smaller micro-batches(?!.*sharded)"):
         check_capacity(tiny.config, needed, planned, 0.1, "muon")
 
 
@@ -184,6 +184,14 @@ def test_hsdp_is_planned_with_the_workers_that_a_node_may_have(tiny, monkeypatch
     assert f"planned with {planned} workers on a node" in plan
     monkeypatch.setattr(capacity, "is_local", lambda: False)  # a head's own GPUs say nothing of its cluster's
     assert planned_shards(config) == max(n for n in range(1, 9) if workers % n == 0)
+
+
+def test_a_way_without_shards_leaves_out_their_number(tiny):
+    scaling = replace(tiny.config.scaling, strategy="hsdp", num_workers=4, shard_workers=2)
+    ways = dict(capacity._smaller(replace(tiny.config, scaling=scaling), True, "adamw"))
+    way = ways["--scaling.strategy fsdp2 (without --scaling.shard_workers) --train.activation_checkpointing true"]
+    assert (way.scaling.strategy, way.scaling.shard_workers) == ("fsdp2", None)
+    assert ways["--train.activation_checkpointing true"].scaling == scaling
 
 
 def test_a_dry_run_shows_it_and_ends_with_the_refusal(tmp_path, monkeypatch, capsys):

@@ -122,7 +122,7 @@ def check_capacity(
         return
     name, size = card
     sharded = "" if optimizer in UNSHARDED_OPTIMIZERS else " and sharded parameters"
-    remedy = f"nor would it with smaller micro-batches, recomputed activations{sharded}"
+    remedy = f"it would not fit with smaller micro-batches, activation checkpointing{sharded} either"
     for recomputed in sorted({config.train.activation_checkpointing, True}):
         ways = list(_smaller(config, recomputed, optimizer))
         # Each plan takes seconds: try the last first, which needs the least.
@@ -139,7 +139,7 @@ def check_capacity(
 def _smaller(config: Config, recomputed: bool, optimizer: str) -> Iterator[tuple[str, Config]]:
     """Yield flags and options that train on the same rows of a step with less memory, the fastest first."""
     scaling, rows, was_recomputed = config.scaling, config.batch_size, config.train.activation_checkpointing
-    strategies = [scaling.strategy]
+    strategies, without = [scaling.strategy], " (without --scaling.shard_workers)" if scaling.shard_workers else ""
     if scaling.num_workers > 1 and optimizer not in UNSHARDED_OPTIMIZERS:
         no_reshard = scaling.min_workers or config.train.text_targets
         sharded: list[Strategy] = ["fsdp2"] if no_reshard else ["fsdp2", "fsdp2_reshard"]
@@ -149,11 +149,12 @@ def _smaller(config: Config, recomputed: bool, optimizer: str) -> Iterator[tuple
             batch_size, grad_accum = rows // split, config.grad_accum * split
             changed = {
                 f"--batch_size {batch_size} --grad_accum {grad_accum}": split > 1,
-                f"--scaling.strategy {strategy}": strategy != scaling.strategy,
+                f"--scaling.strategy {strategy}{without}": strategy != scaling.strategy,
                 "--train.activation_checkpointing true": recomputed != was_recomputed,
             }
             flags = " ".join(name for name, is_changed in changed.items() if is_changed)
             if flags:
                 train = replace(config.train, activation_checkpointing=recomputed)
-                spread = replace(scaling, strategy=strategy)
+                shards = scaling.shard_workers if strategy == scaling.strategy else None
+                spread = replace(scaling, strategy=strategy, shard_workers=shards)
                 yield flags, replace(config, batch_size=batch_size, grad_accum=grad_accum, train=train, scaling=spread)
