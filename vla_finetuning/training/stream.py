@@ -135,8 +135,8 @@ class RankSchedule:
         even = self.batches_per_step % self.world == 0
         if self.batches_per_step < self.world or not (even or self.block_rows == self.batch_size):
             raise ValueError(
-                f"{self.batches_per_step} micro-batches of {self.batch_size // self.block_rows} blocks cannot be dealt "
-                f"to {self.world} ranks"
+                f"{self.batches_per_step} micro-batches of {self.batch_size // self.block_rows} blocks cannot be "
+                f"divided evenly among {self.world} ranks"
             )
 
     @property
@@ -180,7 +180,8 @@ def stream_batches(
     Raises RuntimeError: rows are lost, repeated or out of order, or `collate` raised StopIteration.
     """
     rank, count = schedule.rank, schedule.micros(steps - 1).stop
-    micro = 0
+    if not count:
+        return
 
     def collated(columns: Columns) -> Batch:
         try:
@@ -188,25 +189,23 @@ def stream_batches(
         except StopIteration as error:  # Ray's iterators would end the data
             raise RuntimeError(f"rank {rank}: a batch could not be made of its rows") from error
 
-    while micro < count:
-        executed = micro
-        for batch in shard.iter_torch_batches(
-            batch_size=schedule.batch_size, collate_fn=collated, device="cpu", prefetch_batches=2
-        ):
-            actual, expected = batch["position"].numpy(), first_row + schedule.rows(micro)
-            if not np.array_equal(actual, expected):
-                raise RuntimeError(
-                    f"rank {rank}: expected stream positions {expected[0]}..{expected[-1]}, found {actual.min()}"
-                    f"..{actual.max()} ({len(actual)} rows): rows were lost, repeated or reordered on the way"
-                )
-            micro += 1
-            yield batch
-            if micro == count:
-                return  # later rows only pad the ranks to equal shares
-        if micro == executed:
+    batches = shard.iter_torch_batches(
+        batch_size=schedule.batch_size, collate_fn=collated, device="cpu", prefetch_batches=2
+    )
+    micro = -1
+    for micro, batch in enumerate(batches):
+        actual, expected = batch["position"].numpy(), first_row + schedule.rows(micro)
+        if not np.array_equal(actual, expected):
             raise RuntimeError(
-                f"rank {rank}: the data ended after {micro} of {count} micro-batches; this is a fault in the plan"
+                f"rank {rank}: expected stream positions {expected[0]}..{expected[-1]}, found {actual.min()}"
+                f"..{actual.max()} ({len(actual)} rows): rows were lost, repeated or reordered on the way"
             )
+        yield batch
+        if micro + 1 == count:
+            return  # later rows only pad the ranks to equal shares
+    raise RuntimeError(
+        f"rank {rank}: the data ended after {micro + 1} of {count} micro-batches: a bug; please report it"
+    )
 
 
 def with_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[int], str]) -> Iterator[Batch]:
