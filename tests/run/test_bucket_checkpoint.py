@@ -236,7 +236,7 @@ def test_a_store_that_fails_for_a_while(run, faults, caplog, fault):
     # A request is given up after 0.5 s.
     faults.choose, training.job.timeouts = lambda request: fault, Timeouts(store=5)
     assert training.save(8) is None
-    assert "the checkpoint of step 8 is given up, and training goes on" in caplog.text
+    assert "the checkpoint of step 8 was not stored; training continues" in caplog.text
     faults.choose, training.job.timeouts = lambda request: None, Timeouts(store=600)
     assert training.save(12) is None
     assert loaded(latest_checkpoint(run / "checkpoints")).step == 12

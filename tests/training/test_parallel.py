@@ -556,7 +556,7 @@ def test_replicas_are_on_one_node_each(nodes, shard_workers, replicas):
 
 
 @pytest.mark.parametrize(
-    "shard_workers, wanted", [(None, "as many on each"), (2, "a multiple of --scaling.shard_workers=2")]
+    "shard_workers, wanted", [(None, "the same number on each"), (2, "a multiple of --scaling.shard_workers=2")]
 )
 def test_nodes_with_unequally_many_workers_are_refused(shard_workers, wanted):
     with pytest.raises(ValueError, match=f"the workers are 3 on node 0, 1 on node 1; needs {wanted}"):

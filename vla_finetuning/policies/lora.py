@@ -67,7 +67,7 @@ def adapted_layers(policy: PreTrainedPolicy, options: PeftOptions) -> tuple[str,
             exists = any(f".{layer}".endswith(f".{name}") for layer in layers) or pattern
             why = "only layers that training does not use" if exists else "no layer of the policy"
             layer_names = sorted({layer.rpartition(".")[2] for layer in layers})
-            raise ValueError(f"--peft.{option}: {name!r} is the name of {why}{did_you_mean(name, layer_names)}")
+            raise ValueError(f"--peft.{option}: {name!r} matches {why}{did_you_mean(name, layer_names)}")
         scope = "adapters in" if option == "target_modules" else "all of"
         lines.append(f"{scope} {name!r}: {sum(sizes.values()):,} parameters in {len(sizes)} layers, e.g. {min(sizes)}")
     return tuple(lines)

@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 # A shorter notice does not leave time to write another checkpoint.
 SHORTEST_NOTICE_S = 10.0
-# Slowest upload to a bucket for which other ranks wait.
-SLOWEST_UPLOAD_BYTES_PER_S = 2**20
+# Slowest upload to a bucket, and slowest write to a disk, for which other ranks wait.
+SLOWEST_UPLOAD_BYTES_PER_S, SLOWEST_WRITE_BYTES_PER_S = 2**20, 20 * 2**20
 
 
 class CheckpointWriter:
@@ -85,10 +85,11 @@ class CheckpointWriter:
         self._group = None
         if worker.world > 1:
             # A group of its own, because this thread must not disturb collectives of other threads. Its timeout
-            # covers an upload with retries by one rank while the others have nothing to send.
+            # covers a write, or an upload with retries, by one rank while the others have nothing to send.
             tensors = [tensor for named in self._state().values() for tensor in named.values()]
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            timeout_s = job.timeouts.collective + job.timeouts.store + size / SLOWEST_UPLOAD_BYTES_PER_S
+            slowest = SLOWEST_UPLOAD_BYTES_PER_S if mirror_of(job.output_dir) else SLOWEST_WRITE_BYTES_PER_S
+            timeout_s = job.timeouts.collective + job.timeouts.store + size / slowest
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._staging: Staging | None = None
         if self._rank in self._writers:
@@ -294,8 +295,9 @@ class CheckpointWriter:
         if since_s >= self._job.timeouts.store or progress.step == self._job.steps:
             raise self._store_error
         logger.warning(
-            "the checkpoint of step %d is given up, and training goes on (for %.0f of %.0f s without one): %s",
-            *(progress.step, since_s, self._job.timeouts.store, error),
+            "the checkpoint of step %d was not stored; training continues, and stops if none is stored for %.0f s "
+            "(%.0f s so far): %s",
+            *(progress.step, self._job.timeouts.store, since_s, error),
         )
 
 

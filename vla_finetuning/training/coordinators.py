@@ -57,8 +57,8 @@ class GroupedRanks(ray.train.DataConfig):
         for dataset in datasets.values():
             if (nodes := len(set(node_ids))) > 1 and keeps_frames(dataset) and not sharded:
                 logger.warning(
-                    "%d nodes keep frames, and any of them reads any row: each finds 1/%d of them in the second epoch. "
-                    "A run that is started with --dataset.shards=%d finds all",
+                    "frames are cached on %d nodes, and any node reads any row, so only 1/%d of the cached frames are "
+                    "found in the second epoch; start the run with --dataset.shards=%d to find all",
                     *(nodes, nodes, nodes),
                 )
         groups = on_nodes or self._groups(world_size)

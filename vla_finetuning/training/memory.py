@@ -66,7 +66,8 @@ class StepMemory:
         return (
             f"{self.needed / GIB:.2f} GiB planned: {self.peak / GIB:.2f} at the worst moment (weights "
             f"{self.weights / GIB:.2f}, Adam's moments {self.optimizer / GIB:.2f}, gradients "
-            f"{self.gradients / GIB:.2f}, activations {self.saved / GIB:.2f}), {self.beside / GIB:.2f} beside"
+            f"{self.gradients / GIB:.2f}, activations {self.saved / GIB:.2f}), {self.beside / GIB:.2f} for CUDA, "
+            "NCCL, workspaces and the next batch"
         )
 
 

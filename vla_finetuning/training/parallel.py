@@ -115,11 +115,11 @@ def replicas_on(nodes: Sequence[int], shard_workers: int | None) -> list[list[in
     size = shard_workers or counts[nodes[0]]
     if any(count % size if shard_workers else count != size for count in counts.values()):
         placed = ", ".join(f"{count} on node {node}" for node, count in sorted(counts.items()))
-        rule = f"a multiple of --scaling.shard_workers={shard_workers}" if shard_workers else "as many on each"
+        rule = f"a multiple of --scaling.shard_workers={shard_workers}" if shard_workers else "the same number on each"
         raise ValueError(
             f"--scaling.strategy=hsdp keeps a replica's shards on one node, and the workers are {placed}; needs "
-            f"{rule}: choose a --scaling.num_workers that fills nodes alike, a --scaling.shard_workers that divides "
-            "these numbers, or --scaling.strategy=fsdp2"
+            f"{rule}: choose a --scaling.num_workers that puts as many on every node, a --scaling.shard_workers that "
+            "divides these numbers, or --scaling.strategy=fsdp2"
         )
     grouped = {node: [rank for rank, rank_node in enumerate(nodes) if rank_node == node] for node in counts}
     return [ranks[first : first + size] for ranks in grouped.values() for first in range(0, len(ranks), size)]
