@@ -311,6 +311,14 @@ def test_pictures_that_were_drawn_otherwise_are_refused(run, monkeypatch):
         Evaluator(run, policy_at)
 
 
+def test_every_second_action_is_refused_at_the_rate_of_all(run):
+    """Unless an action of the environment lasts as long."""
+    run = replace(run, rows=replace(run.rows, features=replace(run.rows.features, window_steps=(2,))))
+    with pytest.raises(ValueError, match="2 frames apart, 5 per second .*two_bins takes 10 per second: train without"):
+        Evaluator(run, policy_at)
+    Evaluator(replace(run, config=replace(run.config, env_options=("--fps=5",))), policy_at)
+
+
 def test_weights_come_out_of_the_store_as_they_went_in():
     tied = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     tensors = {"a": tied, "b": tied, "c": tied.T, "d": torch.tensor(3), "e": torch.tensor([True, False])}

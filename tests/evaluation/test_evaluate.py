@@ -294,6 +294,8 @@ def test_from_a_bucket_to_a_bucket(ray_cluster, folder, tmp_path, capsys, monkey
 def test_what_is_wrong_is_said_before_anything_starts(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "cluster", None)
     good = [f"--policy.path={folder}", *FLAGS, f"--output_dir={tmp_path / 'out'}"]
+    halved = shutil.copytree(folder, tmp_path / "halved")
+    write_json(halved / "robot.json", {"fps": 5.0, "frames_per_action": 2})
     for flags, message in (
         (good[1:], "which policy? give --policy.path"),
         ([good[0], good[-1]], "give --env.type two_bins"),
@@ -302,6 +304,7 @@ def test_what_is_wrong_is_said_before_anything_starts(folder, tmp_path, capsys, 
         ([*good, "--env.lenght=3"], "its options are"),
         ([*good, "--policy.path=/nowhere"], "/nowhere is no folder and no Hub id"),
         ([*good, "--policy.chunksize=3"], "no option of ACTConfig; did you mean --policy.chunk_size?"),
+        ([*good, f"--policy.path={halved}"], "halved: the policy's actions are 2 frames apart, 5 per second"),
         ([*good, "--env.type=libero"], "needs what is not installed (No module named 'libero'"),
         ([*good, "--env.type=pusht"], "pip install gym-pusht"),
         ([*good, "--env.type=isaaclab_arena"], "would run code from the Hub"),

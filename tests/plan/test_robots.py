@@ -33,6 +33,7 @@ from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.matching import policy_data
 from vla_finetuning.plan.record import record_run
 from vla_finetuning.plan.resolve import resolve, with_stats
+from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base
 from vla_finetuning.run import push
@@ -230,6 +231,7 @@ def test_the_plan_and_the_report_count_a_strides_time(folder, tmp_path):
     record_run(run.job, run.policy, "", {}, run.rows)
     facts = json.loads((tmp_path / "run.json").read_text())
     assert facts["robots"][""]["actions_per_s"] == 10 and facts["datasets"][0]["fps"] == 20
+    assert robot_facts(run)[""].items() >= {"fps": 10, "frames_per_action": 2}.items()
 
 
 @pytest.mark.parametrize("statistics", ["exact", "lerobot"])

@@ -311,6 +311,16 @@ def check_drawn(trained: Any, config: EnvConfig, path: object) -> None:
         )
 
 
+def check_rate(fps: float, step: int, config: EnvConfig, path: object) -> None:
+    """Raise ValueError if a mixture's `fps` took every `step`-th action, and the environment has another rate."""
+    if step > 1 and fps != config.fps:
+        raise ValueError(
+            f"{path}: the policy's actions are {step} frames apart, {fps:g} per second (fps in the mixture), and "
+            f"--env.type={config.type} takes {config.fps} per second: train without fps, or give --env.fps={fps:g} if "
+            "an action lasts so long there"
+        )
+
+
 def _create_envs(config: EnvConfig) -> dict[tuple[str, int], Any]:
     """Make LeRobot's environments, by suite and number of the task."""
     choose_gl()

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from vla_finetuning.buckets.mirror import address, remove
 from vla_finetuning.data.metadata import how_drawn
-from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
+from vla_finetuning.envs.configs import check_drawn, check_rate, env_config, task_makers
 from vla_finetuning.evaluation.episodes import EvaluationFolder, OtherEvaluationError, read_evaluation
 from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.evaluation.trial import score_rows
@@ -76,8 +76,10 @@ class Evaluator:
             self._robot = [robot.name for robot in robots].index(shown)
         self._run = run = self._select_robot(run)
         (robot,) = run.robots
-        for meta in [run.rows.metas[number] for number in robot.datasets]:
+        for number in robot.datasets:
+            meta, step = run.rows.metas[number], run.rows.window_step(number)
             check_drawn(how_drawn(meta), self._env, meta.root)
+            check_rate(meta.fps / step, step, self._env, meta.root)
         check_fits(robot.config, self._env, robot.rename_map, robot.match.shapes)  # named as the processors do
 
     @contextlib.contextmanager

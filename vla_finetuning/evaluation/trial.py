@@ -16,12 +16,12 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.policies.rtc import RTCConfig
 
 from vla_finetuning.buckets.mirror import address, as_path, pull
-from vla_finetuning.envs.configs import DISCOVER, check_drawn, drawn_for, env_config, task_makers
+from vla_finetuning.envs.configs import DISCOVER, check_drawn, check_rate, drawn_for, env_config, task_makers
 from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.episodes import EvaluationFolder, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import comparison_text, score, share
 from vla_finetuning.files import read_json, write_json
-from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
+from vla_finetuning.options.policy import RELATIVE_PLAYED_BY, ROBOT_NAME
 from vla_finetuning.options.programs import EvaluateConfig
 from vla_finetuning.plan.base_policy import resolve_policy
 from vla_finetuning.plan.statistics import relative_actions
@@ -86,6 +86,8 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     renamed = {**saved_rename_map(folder), **config.rename_map}
     check_fits(policy_config, env, renamed, saved_shapes(folder, policy_config))
     check_drawn(drawn_for(folder), env, folder)
+    facts = read_json(folder / ROBOT_NAME)
+    check_rate(facts.get("fps", 0), facts.get("frames_per_action", 1), env, folder)
     controller = config.controller
     if controller == "select_action" and relative_actions(policy_config) is None:
         controller = "chunk"  # equal without relative actions

@@ -22,7 +22,7 @@ def robot_facts(run: Run) -> dict[str, dict[str, Any]]:
     """Return the contents of each robot's `robot.json` by name of the robot, "" for a single robot.
 
     Keys:
-        fps: actions per second.
+        fps: actions per second; `frames_per_action` frames of the dataset apart, where that is not 1.
         state, action: names of the entries in order, from the dataset.
         action_kind: "absolute" or "relative to the state at the start of the chunk", except for `absolute_entries`.
         cameras: recorded height and width; `export` adds the policy's name if it differs.
@@ -36,7 +36,7 @@ def robot_facts(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def _facts(run: Run, robot: Robot) -> dict[str, Any]:
-    rows, config = run.rows, robot.config
+    rows, config, step = run.rows, robot.config, run.rows.window_step(robot.datasets[0])
     meta = rows.metas[robot.datasets[0]]
     keys = robot.row_match.dataset_keys
     vectors = {key: dimension_names(meta, key) for key in keys if key in meta.features and key not in meta.camera_keys}
@@ -49,7 +49,8 @@ def _facts(run: Run, robot: Robot) -> dict[str, Any]:
     return {
         **({"robot": robot.name} if robot.name else {}),
         **({"robot_type": meta.robot_type} if meta.robot_type else {}),
-        "fps": meta.fps / rows.window_step(robot.datasets[0]),
+        "fps": meta.fps / step,
+        **({"frames_per_action": step} if step > 1 else {}),
         **{robot.own_names.get(key, key): names for key, names in vectors.items()},
         "action_kind": "relative to the state at the start of the chunk" if relative else "absolute",
         **({"absolute_entries": sorted(set(sum(absolute_dimensions(config).values(), [])))} if relative else {}),
