@@ -22,7 +22,6 @@ from pathlib import Path
 import ray
 from lerobot.policies.pretrained import PreTrainedPolicy
 from ray.data import ExecutionOptions, ExecutionResources
-from tqdm import tqdm
 
 from vla_finetuning.buckets.mirror import address, remove
 from vla_finetuning.data.metadata import how_drawn
@@ -43,7 +42,7 @@ from vla_finetuning.run.attempts import attempts, trained_by
 from vla_finetuning.run.checkpoint import PREFIX, checkpoints, load_progress
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATIONS, EVALUATIONS_NAME, METRICS_NAME, evaluations, prune_checkpoints
-from vla_finetuning.run.progress import success_of
+from vla_finetuning.run.progress import print_above_bar, success_of
 from vla_finetuning.terminal import print_safe
 
 logger = logging.getLogger(__name__)
@@ -165,7 +164,7 @@ class Evaluator:
             self._evaluate(step, options)
         except NoCapacityError as error:
             if self._training.is_set():
-                _print(f"evaluation   at the end of the run: {error}")
+                print_above_bar(f"evaluation   at the end of the run: {error}")
                 return False
             self._failed[step] = str(error)
         except Exception as error:  # an environment may raise anything, and the training goes on
@@ -213,7 +212,7 @@ class Evaluator:
         drop_half_line(run.job.output_dir / EVALUATIONS_NAME)
         append_line(run.job.output_dir / EVALUATIONS_NAME, json.dumps(line))
         if self._training.is_set():
-            _print(f"evaluated    step {step}: {share(line)}")
+            print_above_bar(f"evaluated    step {step}: {share(line)}")
 
     def _source(self, checkpoint: Path) -> PolicySource:
         """Return the policy of a checkpoint; a Ray task puts its weights into the object store."""
@@ -257,8 +256,3 @@ def _add_last_success(output_dir: Path) -> None:
     if played and lines:
         lines[-1] |= success_of(played[-1])
         write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _print(text: str) -> None:
-    with tqdm.external_write_mode():
-        print_safe(text)

@@ -75,7 +75,7 @@ def open_loop_errors(
             policy's offsets, `action_is_pad` bool (N, T), `task` (N,) strings; others are ignored. Only recorded
             actions that the policy predicts count.
         mean_action: prediction of the constant baseline, (A,).
-        other_instruction: replacement of each instruction (`other_instructions`); None or empty: not measured.
+        other_instruction: another instruction for each one (`other_instructions`); None or empty: not measured.
         autocast: dtype of autocast; None: the weights' own precision.
     Returns:
         JSON: `{"frames": n, "mean_action": e, "policy": e, "other_instruction": e or None}`, each e being `{"mse":
@@ -83,9 +83,10 @@ def open_loop_errors(
         "mean_action": e, "policy": e}}`; and `"examples"`, the first frame of every batch: `{"task", "recorded": T x A,
         "predicted": T x A, "is_pad": T}` and its place in the dataset.
     Raises:
-        ValueError: no frames; longer or wider chunks than recorded; an instruction without an `other_instruction`.
+        ValueError: no frames; longer or wider chunks than recorded.
     """
     device = next(policy.parameters()).device
+    now = list(policy.config.action_delta_indices or [0]).index(0)  # recorded chunks may begin in the past (diffusion)
     sums = {name: _ErrorSum() for name in ("mean_action", "policy", "other_instruction")}
     by_task: dict[str, dict[str, _ErrorSum]] = {}
     examples = []
@@ -97,15 +98,15 @@ def open_loop_errors(
             instructions = [str(task) for task in batch[TASK]]
             spoken = {"policy": instructions}
             if other_instruction:
-                spoken["other_instruction"] = [_look_up(other_instruction, task) for task in instructions]
+                spoken["other_instruction"] = [other_instruction[task] for task in instructions]
             for name, tasks in spoken.items():
                 observation = _observation(preprocessor, present, tasks, device)
                 with torch.autocast(device.type, autocast, enabled=autocast is not None):
                     chunk = _predict(policy, observation, (seed, number))
                 predicted = postprocessor(chunk.float()).double().cpu().numpy()
-                predicted_steps = _from_now(policy.config.action_delta_indices, predicted.shape[1])
-                recorded = np.asarray(batch[ACTION], np.float64)[:, predicted_steps]
-                counted = ~np.asarray(batch[ACTION_IS_PAD], bool)[:, predicted_steps]
+                steps = slice(now, now + predicted.shape[1])
+                recorded = np.asarray(batch[ACTION], np.float64)[:, steps]
+                counted = ~np.asarray(batch[ACTION_IS_PAD], bool)[:, steps]
                 sums[name].add(predicted, recorded, counted)
                 if name != "policy":
                     continue
@@ -146,18 +147,6 @@ def without_future(batch: Mapping[str, np.ndarray], deltas: Sequence[int] | None
         return batch
     seen = (key for key in batch if key.startswith(OBS_PREFIX) and not key.endswith("_is_pad"))
     return {**batch, **{key: batch[key][:, deltas.index(0)] for key in seen}}
-
-
-def _from_now(deltas: Sequence[int] | None, steps: int) -> slice:
-    """Return the slice of the predicted actions in a recorded chunk, which may begin in the past (diffusion)."""
-    now = list(deltas or [0]).index(0)
-    return slice(now, now + steps)
-
-
-def _look_up(other_instruction: Mapping[str, str], task: str) -> str:
-    if task not in other_instruction:
-        raise ValueError(f"no other instruction for {task!r}; there are some for {sorted(other_instruction)}")
-    return other_instruction[task]
 
 
 def _observation(

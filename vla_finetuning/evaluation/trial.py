@@ -70,11 +70,6 @@ class Trial:
     about: dict[str, Any]
     dataset: Path | None
 
-    @property
-    def recorded(self) -> dict[str, Any]:
-        """Return the identity of the recorded dataset, as JSON."""
-        return {**self.about, "episodes": len(self.episodes)}
-
 
 def resolve_trial(config: EvaluateConfig) -> Trial:
     """Resolve and check policy and environment. Raises ValueError or FileNotFoundError with a remedy."""
@@ -131,7 +126,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         dataset=None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute(),
     )
     if trial.dataset is not None:
-        is_recorded(trial.dataset, trial.recorded)
+        is_recorded(trial.dataset, {**about, "episodes": len(trial.episodes)})
     return trial
 
 
@@ -243,7 +238,7 @@ def record_trial(trial: Trial) -> None:
         return
     _, lines = read_evaluation(trial.output_dir)
     played = [line for line in lines if line["error"] is None]
-    about = {**trial.recorded, "errors": len(lines) - len(played)}
+    about = {**trial.about, "episodes": len(lines), "errors": len(lines) - len(played)}
     if is_recorded(root, about):
         return
     actions = {episode_key(named): executed for named, executed in read_actions(trial.output_dir)}

@@ -146,7 +146,6 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
     check_files(meta, camera_keys=[], skip=True)
     missing = find_missing_files(meta)
     columns = _Columns(vector_keys(meta))
-    findings: list[Finding] = []
     source = open_source(meta, [])
     most_rows = max(1, SAMPLE_BYTES // source.row_bytes())
     episodes = sample_episodes(meta.episode_length, min(SAMPLE_ROWS, most_rows))
@@ -171,7 +170,7 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
         cameras = [key for key in cameras if key not in missing.cameras]
     sheet, camera_findings = _sample_cameras(meta, cameras[:MAX_CAMERAS], example, intact)
 
-    findings += [
+    findings = [
         Finding("damaged", f"{_episodes(members)}: cannot be read: {why}") for why, members in list(damaged.items())[:5]
     ]
     if missing:

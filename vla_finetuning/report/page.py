@@ -149,8 +149,8 @@ def write_trial_page(
     facts = [
         ("Policy", plain(policy["path"], 300)),
         ("Environment", plain(" ".join([env["type"], *env["options"]]), 300)),
+        ("Seed", str(about["seed"])),
     ]
-    facts.append(("Seed", str(about["seed"])))
     facts += [("Controller", plain(policy["controller"]))] if "controller" in policy else []
     latencies = [f"{latency_s:g} s" for latency_s in by_latency if latency_s is not None]
     facts += [("Latency", ", ".join(latencies))] if latencies else []

@@ -71,10 +71,8 @@ def track(output_dir: Path, name: str | None, project: str) -> Iterator[None]:
         try:
             call()
         except Exception as error:
-            remedy = (
-                f"`python -m vla_finetuning.report.tracking {address(output_dir)} --track {name}` sends what is missing"
-            )
-            problem = f"--track {name}: {type(error).__name__}: {error}; {remedy}"
+            command = f"python -m vla_finetuning.report.tracking {address(output_dir)} --track {name}"
+            problem = f"--track {name}: {type(error).__name__}: {error}; `{command}` sends what is missing"
             if problem not in warned:
                 logger.warning("%s", problem)
             warned.add(problem)

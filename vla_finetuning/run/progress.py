@@ -229,15 +229,15 @@ class _Follower:
             lines, count = read_lines(path), self._warnings.get(path.name, 0)
             self._warnings[path.name] = len(lines)
             for text in lines[count:]:
-                _print(text, sys.stderr)
+                print_above_bar(text, sys.stderr)
         for line in skipped_episodes(output_dir):
             episode = (line["root"], line["episode_index"])
             if episode not in self._skipped:
                 self._skipped.add(episode)
-                _print(f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", sys.stderr)
+                print_above_bar(f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", sys.stderr)
         if len(starts := attempts(output_dir)) > self._starts:
             self._starts, self._starting = len(starts), True
-            _print(
+            print_above_bar(
                 f"started      {starts[-1]['world_size']} training processes from step "
                 f"{starts[-1]['resumed_from_step']}: the model is made, the first batch is read"
             )
@@ -262,6 +262,7 @@ class _Follower:
             self._starting = False
 
 
-def _print(text: str, file: TextIO | None = None) -> None:
+def print_above_bar(text: str, file: TextIO | None = None) -> None:
+    """Print a line that does not break the progress bar."""
     with tqdm.external_write_mode(file=file):
         print_safe(text, file=file)
