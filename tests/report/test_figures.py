@@ -44,7 +44,7 @@ def test_svg_takes_every_colour_from_the_page_and_no_font():
     [("x_cm", "cm"), ("elbow.deg", "deg"), ("speed_m_s", "m/s"), ("Angle (rad)", "rad"), ("arm", None), ("pos", None)],
 )
 def test_units_are_those_that_names_end_with(name, unit):
-    assert figures.unit_of(name) == unit
+    assert figures.with_unit(name) == name + (f" ({unit})" if unit else "")
 
 
 def test_a_contact_sheet_has_a_row_per_camera_and_leaves_gaps():

@@ -97,8 +97,7 @@ class Evaluator:
                 print_safe(f"Evaluation   at the end of the run: beside the training it {missing}")
             yield
             return
-        gpus = 1 if run.job.use_gpu else 0
-        playing = ExecutionResources(cpu=SERVER_CPUS + stages * STAGE_CPUS, gpu=gpus)
+        playing = ExecutionResources(cpu=SERVER_CPUS + stages * STAGE_CPUS, gpu=int(run.job.use_gpu))
         data.exclude_resources = data.exclude_resources.add(playing)
         self._training.set()
         options = replace(run.config.eval, env_actors=stages, policy_actors=1)

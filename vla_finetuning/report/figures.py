@@ -291,16 +291,10 @@ def ranges(scaled: np.ndarray, names: Sequence[str], *, limit: float) -> Figure:
         return figure
 
 
-def unit_of(name: str) -> str | None:
-    """Return the unit at the end of a name (`x_cm`, `elbow.deg`), the only place where a dataset can state it."""
-    match = re.search(rf"[_.\s(\[]({'|'.join(UNITS)})[)\]]?$", name.lower())
-    return match[1].replace("_", "/") if match else None
-
-
 def with_unit(name: str) -> str:
-    """Format a dimension's name with its unit, if it has one: `x_cm (cm)`."""
-    unit = unit_of(name)
-    return plain(name, 40) + (f" ({unit})" if unit else "")
+    """Format a dimension's name with the unit at its end (`x_cm`, `elbow.deg`), if it has one: `x_cm (cm)`."""
+    match = re.search(rf"[_.\s(\[]({'|'.join(UNITS)})[)\]]?$", name.lower())
+    return plain(name, 40) + (f" ({match[1].replace('_', '/')})" if match else "")
 
 
 def plain(text: str, limit: int = 80) -> str:
