@@ -174,7 +174,7 @@ TWO_ROBOTS = '{"/a": {"robot": "x"}, "/b": {"robot": "y"}}'
         (parse_evaluate, [*GRPO, "--eval.record_dataset=s3://b/x"], "--eval.record_dataset=s3://b/x: .* to a disk"),
         (parse_record, ["--env.type=metaworld"], "what and where to"),
         (parse_record, ["--env.type=metaworld", "--root=s3://b/x"], "--root=s3://b/x: datasets are written to a disk"),
-        (parse_value, [DATA[0], DATA[2]], "what is the value function to see with"),
+        (parse_value, [DATA[0], DATA[2]], "a value function sees with a policy.s model"),
         (parse_value, [*DATA, "--train.mode=full"], "--train.mode=full: --value.backbone says what trains"),
         (parse_value, [*DATA, "--scaling.strategy=fsdp2"], "value functions are not sharded"),
         (parse_value, [*DATA, "--dataset.on_error=skip"], "a frame that cannot be read has no value"),

@@ -109,7 +109,7 @@ class Feeling:
 
     weights_bytes = 0
 
-    def load(self, threads):
+    def load(self, threads, other=None):
         def decide(seen, _, keys):
             joints = seen["robot_state"]["joints"]
             rows = [{"joints": {name: joints[name][row] for name in joints}} for row in range(len(keys))]

@@ -86,7 +86,7 @@ class Experts:
 
     weights_bytes = 0
 
-    def load(self, threads):
+    def load(self, threads, other=None):
         experts = {task: policies.ENV_POLICY_MAP[task]() for task in self.tasks}
 
         def decide(seen, _, keys):

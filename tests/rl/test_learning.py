@@ -472,7 +472,7 @@ def test_the_plan_says_how_long_an_iteration_takes_and_what_it_waits_for(base, t
     assert "it waits" not in "\n".join(expected_times(run, Simulated(0.0, 0.0, 0.0)))
     assert "simulation 32 s an iteration" in "\n".join(expected_times(run, Simulated(5.0, 0.01, 0.1)))
     plan = describe_grpo(replace(run, config=replace(run.config, grpo=replace(run.options, resample=2))))
-    assert "are replaced, 2 times at most: at most 72 episodes" in plan and "per worker: 72 decisions of" in plan
+    assert "are replaced, at most 2 times: at most 72 episodes" in plan and "per worker: 72 decisions of" in plan
 
 
 # ---- lists of initial states ----------------------------------------------------------------------------------------

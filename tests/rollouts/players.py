@@ -38,7 +38,7 @@ class Seeing:
 
     weights_bytes, written = 0, ()
 
-    def load(self, threads):
+    def load(self, threads, other=None):
         return self
 
     def __call__(self, observation, instructions, keys):

@@ -27,7 +27,7 @@ from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.policies.pipelines import load_processors, saved_shapes, tokenizer_step
 from vla_finetuning.policies.text_targets import ends_of_text, with_text
 from vla_finetuning.rollouts.episodes import generator, noise
-from vla_finetuning.rollouts.player import Acting, Eyes, Player, check_advantage, check_fits
+from vla_finetuning.rollouts.player import Acting, Eyes, Player, PolicySource, check_advantage, check_fits
 
 ENV = env_config("two_bins")
 KEYS = [(7, "two_bins", episode, decision) for episode in range(3) for decision in range(2)]
@@ -83,6 +83,20 @@ def test_the_chunk_is_lerobots_for_the_same_noise(pi05, instructions):
     expected = post(policy.predict_action_chunk(batch, noise=torch.from_numpy(drawn)))[:, :4]
     np.testing.assert_array_equal(found, expected.numpy())
     assert found.shape == (len(KEYS), 4, 3) and found.dtype == np.float32
+
+
+def test_equal_weights_are_shared_before_they_move_to_a_device(tmp_path, monkeypatch):
+    """Two whole policies may be larger than a GPU."""
+    folder = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
+    source, states = PolicySource(folder, PreTrainedConfig.from_pretrained(folder), env=ENV), []
+    first = source.load(1)
+
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: states.append(module.state_dict()) or module)
+    source.load(1, first)
+    before = states[-1]
+    own = first.equal_weights(before)
+    assert before.keys() == own.keys() and all(own[name].data_ptr() == before[name].data_ptr() for name in own)
+    assert first.equal_weights({name: tensor.bfloat16() for name, tensor in before.items()}) == {}
 
 
 def loaded(parts, steps, relative):
@@ -265,6 +279,11 @@ def test_a_policy_that_does_not_fit_is_refused_before_anything_starts():
     with pytest.raises(ValueError, match=r"needs \['observation.images.cam0'\].*--rename_map="):
         check_fits(config, ENV, {})
     check_fits(config, ENV, renamed)
+    # What the message proposes is one of the environment's own names, and not one that the map has already.
+    config.input_features["observation.images.cam1"] = config.input_features.pop("observation.images.wrist")
+    with pytest.raises(ValueError, match=r"shows \['observation.images.front', .*='\{.observation.images.wrist"):
+        check_fits(config, ENV, renamed)
+    config.input_features["observation.images.wrist"] = config.input_features.pop("observation.images.cam1")
     config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (7,))}
     with pytest.raises(ValueError, match=r"'action' has the shape \(7,\).*another robot"):
         check_fits(config, ENV, renamed)
@@ -468,7 +487,7 @@ def test_guidance_needs_a_label_and_a_velocity(pi05):
     config = pi05[0].config
     check_advantage(config, None, 1.0)
     check_advantage(config, "positive", 2.0)
-    with pytest.raises(ValueError, match="away from what.*--policy.advantage positive"):
+    with pytest.raises(ValueError, match="needs a label to strengthen: give --policy.advantage positive"):
         check_advantage(config, None, 2.0)
     with pytest.raises(ValueError, match="known for .*, and the policy is of type 'act'"):
         check_advantage(act_config(), "positive", 2.0)

@@ -8,8 +8,9 @@ import threading
 
 from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS
 from vla_finetuning.options.command_line import parse_serve
+from vla_finetuning.rollouts.servers import load_players
 from vla_finetuning.serving.gateway import Gateway
-from vla_finetuning.serving.replicas import Batches, compute, load_players
+from vla_finetuning.serving.replicas import Batches, compute
 from vla_finetuning.serving.server import listening, resolve_service, running
 
 PORTS = ["--serve.port=0", "--serve.grpc_port=0", "--use_gpu=false"]

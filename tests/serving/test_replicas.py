@@ -39,8 +39,8 @@ class Stopping(PolicySource):
 
     note: Path = Path()
 
-    def load(self, threads):
-        player = super().load(threads)
+    def load(self, threads, other=None):
+        player = super().load(threads, other)
 
         def play(observation, instructions, keys):
             if "stop" in instructions:

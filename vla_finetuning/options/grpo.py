@@ -160,5 +160,5 @@ class GrpoOptions:
         """Return the plan's lines on replaced groups. `episodes` is the number of episodes in an iteration."""
         if not self.resample:
             return []
-        most = self.iterations * episodes * (1 + self.resample)
-        return [f"             groups all alike are replaced, {self.resample} times at most: at most {most:,} episodes"]
+        most, times = self.iterations * episodes * (1 + self.resample), self.resample
+        return [f"             groups of equal returns are replaced, at most {times} times: at most {most:,} episodes"]

@@ -151,11 +151,18 @@ class PolicySource(Acting):
         files = [path] if (path := self.folder / WEIGHTS_FILE).is_file() else self.folder.glob("*.safetensors")
         return sum(file.stat().st_size for file in files)
 
-    def load(self, threads: int) -> Player:
-        """Load and verify the policy on its device; compute with `threads` CPU threads."""
+    def load(self, threads: int, other: Player | None = None) -> Player:
+        """Load and verify the policy on its device; compute with `threads` CPU threads.
+
+        Weights that are equal to another player's share its memory, so that both fit on a GPU.
+        """
         torch.set_num_threads(threads)
         weights = None if self.weights is None else unpacked(ray.get(self.weights))
-        policy = load_policy(self.folder, self.config, trusted=self.trusted, weights=weights).to(self.device)
+        policy = load_policy(self.folder, self.config, trusted=self.trusted, weights=weights)
+        if other is not None:
+            own = policy.state_dict()
+            policy.load_state_dict(own | other.equal_weights(own), assign=True)
+        policy.to(self.device)
         pipelines = self.processors or load_processors(self.folder, self.config, trusted=self.trusted)
         if self.advantage is not None:
             check_prompts_differ(pipelines[0], [""], f"policy {self.folder}")
@@ -321,14 +328,11 @@ class Player:
         delay = 0 if prefix is None else delay
         return self._predict(batch, keys, inference_delay=delay, prev_chunk_left_over=prefix)
 
-    def share_weights(self, other: Player) -> None:
-        """Share the memory of all weights that are equal to another player's."""
-        theirs = other._policy.state_dict()
-        weights = {
-            name: theirs[name] if name in theirs and torch.equal(tensor, theirs[name]) else tensor
-            for name, tensor in self._policy.state_dict().items()
-        }
-        self._policy.load_state_dict(weights, assign=True)
+    def equal_weights(self, others: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this player's tensors that are equal to those of the same names."""
+        own = self._policy.state_dict()
+        same = {name for name, tensor in others.items() if name in own and tensor.dtype == own[name].dtype}
+        return {name: own[name] for name in same if torch.equal(others[name].to(own[name].device), own[name])}
 
     def _write(self, batch: dict[str, Any]) -> list[str]:
         """Generate the policy's text for each row."""
@@ -419,7 +423,9 @@ def check_advantage(config: PreTrainedConfig, advantage: str | None, guidance: f
     if guidance == 1.0:
         return
     if advantage is None:
-        raise ValueError(f"--policy.guidance={guidance:g} away from what? give --policy.advantage positive with it")
+        raise ValueError(
+            f"--policy.guidance={guidance:g} needs a label to strengthen: give --policy.advantage positive"
+        )
     if not family_of(config).flow:
         raise ValueError(
             f"--policy.guidance={guidance:g}: known for {types_that(lambda family: family.flow)}, and the policy is of "
@@ -454,8 +460,8 @@ def check_delay(config: PreTrainedConfig, latency_s: float, delay: int, controll
         f"computed every {steps}"
     )
     if not fits:
-        raise ValueError(f"{why}: a chunk must outlast the next one's latency by as much; lower --eval.latency_s")
-    late = "it is needed before it is there" if steps < delay else "nothing is left until the next one arrives"
+        raise ValueError(f"{why}: a chunk must have at least {2 * max(1, delay)} actions; lower --eval.latency_s")
+    late = "the next is due before it arrives" if steps < delay else "nothing is left until the next one arrives"
     raise ValueError(f"{why}: {late}; give --policy.n_action_steps from {fits[0]} to {fits[-1]}")
 
 
@@ -559,8 +565,9 @@ def check_fits(
     if masks and not slip:
         missing -= config.image_features.keys() - trained.keys()
     if missing:
-        env_keys = sorted(env_features.keys() - {ACTION})
-        example = json.dumps({env_keys[0]: min(missing)})
+        env_keys = sorted(features.keys() - {ACTION})
+        unused = [key for key in env_keys if rename_map.get(key, key) not in config.input_features]
+        example = json.dumps({[*unused, *env_keys][0]: min(missing)})
         raise ValueError(
             f"the policy needs {sorted(missing)}, and --env.type={env.type} shows {env_keys}; --rename_map='{example}' "
             "gives one of them another name"

@@ -51,6 +51,14 @@ class Row:
     left: LeftOver | None = None
 
 
+def load_players(sources: Mapping[str, PolicySource], threads: int) -> dict[str, Player]:
+    """Load policies; all share with the first one the memory of equal weights."""
+    players: dict[str, Player] = {}
+    for name, source in sources.items():
+        players[name] = source.load(threads, next(iter(players.values()), None))
+    return players
+
+
 class PolicyServer:
     """A Ray actor with the policies of an evaluation, by the names in `Condition.policy`.
 
@@ -66,7 +74,7 @@ class PolicyServer:
     def load(self) -> None:
         """Load the policies, unless they are loaded. `act` raises their errors again."""
         if not self._players:
-            self._players = {name: source.load(self._threads) for name, source in self._sources.items()}
+            self._players = load_players(self._sources, self._threads)
 
     def act(
         self, rows: Sequence[Row], *observations: Observation

@@ -18,6 +18,7 @@ from ray import serve
 
 from vla_finetuning.envs.protocol import Observation, concatenate
 from vla_finetuning.rollouts.player import Key, Player, PolicySource
+from vla_finetuning.rollouts.servers import load_players
 from vla_finetuning.run.failures import root_cause
 
 RETRY = "send the observation again"
@@ -40,17 +41,6 @@ class Answer:
     actions: np.ndarray
     rows: int
     seconds: float
-
-
-def load_players(sources: Mapping[str, PolicySource], threads: int) -> dict[str, Player]:
-    """Load the policies of all robots; policies of one export share their weights in memory."""
-    players: dict[str, Player] = {}
-    for robot, source in sources.items():
-        player = source.load(threads)
-        if players:
-            player.share_weights(next(iter(players.values())))
-        players[robot] = player
-    return players
 
 
 def compute(players: Mapping[str, Player], requests: Sequence[Request]) -> list[Answer | str]:
