@@ -18,6 +18,7 @@ from vla_finetuning.buckets import mirror
 from vla_finetuning.buckets import store as store_module
 from vla_finetuning.buckets.mirror import (
     address,
+    as_file,
     as_path,
     contents,
     fetched,
@@ -242,7 +243,7 @@ def test_files_wait_for_a_store_that_is_away(url, faults, monkeypatch, caplog):
     with pytest.raises(StorageError), within(0.5):
         push(one)
     keep_synced(one)
-    while "files wait on this node's disk" not in caplog.text:
+    while "files could not be synced and stay on this node's disk" not in caplog.text:
         time.sleep(0.01)
     faults.choose = lambda request: None
     while "m.jsonl" not in bucket.names():
@@ -253,7 +254,7 @@ def test_files_wait_for_a_store_that_is_away(url, faults, monkeypatch, caplog):
         time.sleep(0.01)
     append_line(one / "m.jsonl", "2")
     mirror.mirror_of(one)[0].stop_syncing()
-    assert bucket.read("m.jsonl") == b"1\n2\n" and caplog.text.count("files wait") == 1
+    assert bucket.read("m.jsonl") == b"1\n2\n" and caplog.text.count("files could not") == 1
 
 
 def test_a_file_of_several_processes_is_a_file_each(url, tmp_path):
@@ -379,3 +380,12 @@ def test_robots_of_an_export_are_found_by_listings(url, faults, tmp_path):
     assert exported_robots(folder / "arm") == exported_robots(disk / "arm") == exported_robots(disk / "none") == []
     assert policy_problem(folder).startswith(f"{url}/arm lacks model.safetensors, policy_preprocessor.json")
     assert not faults.of("tokenizer.json")
+
+
+def test_a_run_beside_a_file_is_a_copy_of_its_own(url):
+    """Else all beside it would be fetched, and its file `stop` not be looked for."""
+    labels, run = as_file(f"{url}/labels.parquet"), as_path(f"{url}/run1")
+    assert mirror.mirror_of(labels)[0].url == url and mirror.mirror_of(run)[0].url == f"{url}/run1"
+    assert as_file(f"{url}/labels.parquet") == labels and as_file(f"{url}/run1/config.json") == run / "config.json"
+    base = as_path(url)  # as --policy.path, after the run's own folder
+    assert as_path(f"{url}/run1/stop") == run / "stop" and as_path(f"{url}/x") == base / "x"

@@ -9,10 +9,19 @@ from http.server import ThreadingHTTPServer
 
 import boto3
 import pytest
+from obstore.exceptions import AlreadyExistsError
 
 from tests.loopback import Handler, serving
 from vla_finetuning.buckets import store as store_module
-from vla_finetuning.buckets.store import PATIENCE_S, ChangedError, StorageError, Store, split_address, within
+from vla_finetuning.buckets.store import (
+    PATIENCE_S,
+    ChangedError,
+    StorageError,
+    Store,
+    may_pass,
+    split_address,
+    within,
+)
 
 
 @pytest.fixture
@@ -241,3 +250,16 @@ def test_a_bucket_in_another_region_is_found(bucket_url, monkeypatch):
         store = Store("s3", "far")
         with ThreadPoolExecutor(3) as pool:
             assert [data for data, _ in pool.map(store.get, "abc")] == [b"1"] * 3
+
+
+def test_azures_answer_to_a_create_of_what_exists_is_final():
+    """Amazon's 409 says that another conditional request is under way."""
+    text = "Generic error: status code: 409 Conflict, body: <Error><Code>{}</Code></Error>"
+    codes = {"BlobAlreadyExists": False, "ConditionalRequestConflict": True}
+    assert {code: may_pass(AlreadyExistsError(text.format(code))) for code in codes} == codes
+
+
+def test_options_may_have_either_of_obstores_names():
+    named = store_module._s3_options({"AWS_ACCESS_KEY_ID": "a", "aws_region": "eu-west-1"})
+    assert (named["access_key_id"], named["region"]) == ("a", "eu-west-1")
+    assert {"skip_signature", "credential_provider", "aws_region"}.isdisjoint(named)

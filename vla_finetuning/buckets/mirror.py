@@ -80,21 +80,30 @@ def as_path(name: str | Path) -> Path:
     text = str(name)
     if "://" not in text:
         return Path(text).expanduser() if not isinstance(name, LocalCopy) else name
-    split_address(text)
-    url = text.rstrip("/")
-    with _mirrors_lock:
-        above = [mirror for mirror in _mirrors if f"{url}/".startswith(f"{mirror.url}/")]
-        if not above:
-            _mirrors.append(mirror := Mirror(url))
-            above = [mirror]
-    mirror = min(above, key=lambda mirror: len(mirror.url))
-    return mirror.folder / url[len(mirror.url) :].lstrip("/")
+    return _in_copy(text, is_of_file=False)
 
 
 def as_file(name: str | Path) -> Path:
     """Return the path of a file as `as_path`; the local copy of a file in a bucket is a copy of its folder."""
     folder, _, file = str(name).rstrip("/").rpartition("/")
-    return as_path(folder) / file if "://" in folder else as_path(name)
+    return _in_copy(folder, is_of_file=True) / file if "://" in folder else as_path(name)
+
+
+def _in_copy(text: str, is_of_file: bool) -> Path:
+    """Return the path of an address in the nearest copy.
+
+    A folder is never in a copy that was made for a file: whoever syncs the folder would sync all beside the file.
+    """
+    split_address(text)
+    url = text.rstrip("/")
+    with _mirrors_lock:
+        candidates = [mirror for mirror in _mirrors if is_of_file or not mirror.is_of_file]
+        above = [mirror for mirror in candidates if f"{url}/".startswith(f"{mirror.url}/")]
+        if not above:
+            _mirrors.append(mirror := Mirror(url, is_of_file))
+            above = [mirror]
+    mirror = max(above, key=lambda mirror: len(mirror.url))
+    return mirror.folder / url[len(mirror.url) :].lstrip("/")
 
 
 def mirror_of(path: Path) -> tuple[Mirror, str] | None:
@@ -141,9 +150,9 @@ class Mirror:
     for a missing bucket.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, is_of_file: bool = False):
         protocol, bucket, self._key = split_address(url)
-        self.url, self.store = url, Store(protocol, bucket)
+        self.url, self.store, self.is_of_file = url, Store(protocol, bucket), is_of_file
         self.folder = LocalCopy(tempfile.mkdtemp(dir=_folder_of_process()), url.rpartition("/")[2])
         self.folder.mkdir()
         self.is_owner: Callable[[], bool] = lambda: True
@@ -249,7 +258,11 @@ class Mirror:
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
-                logger.warning("%s: files wait on this node's disk: %s", self.url, error)
+                logger.warning(
+                    "%s: files could not be synced and stay on this node's disk until the store answers: %s",
+                    self.url,
+                    error,
+                )
             self._is_failing = True
 
     def keep_synced(self, pulls: Pulls) -> None:

@@ -376,6 +376,7 @@ def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     session, endpoint = _boto3_session()
+    options = {key.lower().removeprefix("aws_"): value for key, value in options.items()}  # obstore takes both
     # Not every S3-compatible store supports bulk deletes.
     store_options: dict[str, Any] = {"region": session.region_name or "us-east-1", "disable_bulk_delete": True}
     store_options |= {**({"endpoint": endpoint} if endpoint else {}), **options}
@@ -460,8 +461,8 @@ def may_pass(error: BaseException) -> bool:
     """Return whether a retry of the same request may succeed."""
     status = http_status(error)
     if status is not None:
-        # 409: another conditional request for that object was under way.
-        return status in (408, 409, 429) or status >= 500
+        # 409: another conditional request for that object was under way; Azure's for an object that exists is final.
+        return status in (408, 409, 429) and "BlobAlreadyExists" not in str(error) or status >= 500
     return isinstance(error, TimeoutError | ConnectionError) or "HTTP error" in str(error)
 
 

@@ -73,6 +73,7 @@ class Trial:
 
 def resolve_trial(config: EvaluateConfig) -> Trial:
     """Resolve and check policy and environment. Raises ValueError or FileNotFoundError with a remedy."""
+    output_dir = as_path(config.output_dir or "").absolute()  # before the policy's folder, which may contain it
     env = env_config(config.env_type or "", config.env_options)
     makers = task_makers(env)
     policy_config, folder, base = resolve_policy(config, _policy_for(config.policy_path, env, config.rename_map))
@@ -112,7 +113,6 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         "environment": {"type": config.env_type, "options": config.env_options},
         "seed": config.seed,
     }
-    output_dir = as_path(config.output_dir or "").absolute()
     check_place(output_dir)
     trial = Trial(
         config=config,
