@@ -28,6 +28,7 @@ from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import rows as rows_module
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.read_tasks import BlockShare
+from vla_finetuning.data.statistics import compute_as_lerobot
 
 
 @pytest.fixture(scope="module")
@@ -210,3 +211,24 @@ def test_a_store_that_does_not_answer_is_no_reason_to_skip(original, monkeypatch
     monkeypatch.setattr(lerobot_decode.VideoReader, "read", refuses)
     with pytest.raises(OSError, match="503"):
         next(datasource([meta], on_error="skip").read_rows(range(9), 9))
+
+
+def test_an_empty_value_damages_its_episode_alone(tmp_path):
+    """Not the others of its row group, which may be the whole file."""
+    root = make_dataset(tmp_path / "one_file", cameras={}, data_files_size_in_mb=100)
+
+    def empty(number, table):
+        rows = zip(table["episode_index"].to_pylist(), table["action"].to_pylist(), strict=True)
+        values = pa.array([None if episode == 2 else action for episode, action in rows], table["action"].type)
+        return table.set_column(table.column_names.index("action"), "action", values)
+
+    rewrite_data(root, empty)
+    meta, others = load_metadata(root), np.array([0, 1, 3, 4, 5])
+    assert len(meta.data_files) == 1
+    frames = int(meta.episode_length.sum())
+    (rows,) = datasource([meta], on_error="skip").read_rows(range(frames), frames)
+    np.testing.assert_array_equal(rows["is_skipped"], np.repeat(np.arange(6), meta.episode_length) == 2)
+    read_directly(datasource([meta], episodes=[others]))
+    with pytest.raises(ValueError, match=r"file-000.parquet: episode 2: column action: \d+ empty values"):
+        read_directly(datasource([meta]))
+    assert compute_as_lerobot(meta, ["action"], others)["action"]["count"] == frames - meta.episode_length[2]

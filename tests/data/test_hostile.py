@@ -296,7 +296,7 @@ def test_millions_of_tasks(root):
             count = min(2**20, 20_000_000 - first)
             file.write_table(pa.table({"task_index": np.zeros(count, np.int64), "task": pa.repeat("wave", count)}))
     assert (root / "meta/tasks.parquet").stat().st_size < 500_000
-    with takes_at_most(50), pytest.raises(ValueError, match="tasks.parquet: tasks that unpack to 229 MiB"):
+    with takes_at_most(50), pytest.raises(ValueError, match="tasks.parquet: its tasks need 229 MiB"):
         load_metadata(root)
 
 

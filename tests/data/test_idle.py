@@ -119,8 +119,11 @@ def test_what_movement_is_measured_by_must_be_known(meta, tmp_path):
     root = make_dataset(tmp_path / "dataset", episodes=(9, 9), cameras={})
     known = load_metadata(root)
     del known.stats["action"]["max"]
-    with pytest.raises(ValueError, match="has no min and max of 'action', which movement is measured by"):
+    with pytest.raises(ValueError, match="its statistics have no min and max of 'action'"):
         moving_runs(known, np.arange(2), ["action"], 1.0)
     edit_rows(root, "action", lambda values, episode, frame: values.__setitem__((episode == 1) & (frame == 3), np.nan))
     with pytest.raises(ValueError, match=f"dataset {root}: .*action of episode 1, frame 3 holds NaN"):
         moving_runs(load_metadata(root), np.arange(2), ["action"], 1.0)
+    # With --dataset.on_error=skip, its rows keep their places.
+    runs = moving_runs(load_metadata(root), np.arange(2), ["action"], 1.0, skip_unreadable=True)
+    assert runs[-1].tolist() == [1, 0, 9]

@@ -133,6 +133,10 @@ def test_relative_actions(root, ways):
         ValueError, match="chunks of 6 frames, and the longest episode has 2; lower --policy.chunk_size"
     ):
         exact_stats([Source(meta, np.array([3]))], ["action"], cache_dir=None, relative=how)
+    # Nor is one there if nothing moves.
+    still = Movement((meta.features["action"],), (np.full(3, np.inf),), 1)
+    with pytest.raises(ValueError, match=r"of \['action'\]: .* no whole action chunk begins at a frame that"):
+        exact_stats([Source(meta, np.arange(6), movement=still)], ["action"], cache_dir=None, relative=how)
 
 
 def test_two_passes_cost_little_memory():

@@ -130,7 +130,7 @@ def test_texts_count_as_often_as_they_are_there(tmp_path, column):
     pq.write_table(pa.table({column: values[column]}), path)
     assert path.stat().st_size < 20_000
     assert read(path, [column], Budget("texts", 2**21)).num_rows == 900
-    with pytest.raises(ValueError, match="a file: texts that unpack to 1 MiB or more, and 1 MiB are read at once"):
+    with pytest.raises(ValueError, match="a file: its texts need 1 MiB or more in memory, above the limit of 1 MiB"):
         read(path, [column], Budget("texts", 800_000))
 
 
@@ -142,7 +142,7 @@ def test_texts_that_one_row_lists_are_not_unpacked_beyond_the_budget(tmp_path):
     before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
     pa.set_memory_pool(pool)
     try:
-        with pytest.raises(ValueError, match="a file: texts that unpack to 19 MiB or more"):
+        with pytest.raises(ValueError, match="a file: its texts need 19 MiB or more"):
             read(path, ["tasks"], Budget("texts", 2**20))
     finally:
         pa.set_memory_pool(before)
@@ -157,7 +157,7 @@ def test_numbers_count_as_often_as_they_are_there(tmp_path):
         assert file.metadata.row_group(0).column(0).total_uncompressed_size < 10_000
     budget = Budget("rows", 12 * 2**20)  # of all files together
     read(path, ["zero"], budget)
-    with pytest.raises(ValueError, match="a file: rows that unpack to 15 MiB or more, and 12 MiB are read at once"):
+    with pytest.raises(ValueError, match="a file: its rows need 15 MiB or more in memory, above the limit of 12 MiB"):
         read(path, ["zero"], budget)
 
 

@@ -63,9 +63,9 @@ def test_of_several_datasets():
     assert of_each({"/b": [1]}, ["/a", "/b"], "--x") == [None, [1]]
     assert of_each([1], ["/a"], "--x") == [[1]]
     for choice in (np.arange(3), {0, 1, 2}):
-        with pytest.raises(ValueError, match="whose episodes"):
+        with pytest.raises(ValueError, match="must name the dataset"):
             of_each(choice, ["/a", "/b"], "--x")
-    with pytest.raises(ValueError, match=r"--x with several datasets: whose episodes\? Say so: --x='{\"/a\": \[1\]}'"):
+    with pytest.raises(ValueError, match=r"--x with several datasets must name the dataset: --x='{\"/a\": \[1\]}'"):
         of_each([1], ["/a", "/b"], "--x")
     with pytest.raises(ValueError, match=r"--x names \['/c'\], which are not among the datasets \['/a', '/b'\]"):
         of_each({"/c": [1]}, ["/a", "/b"], "--x")

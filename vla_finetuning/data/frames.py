@@ -29,6 +29,7 @@ def frame_ranges_of(
     keys: Sequence[str] = (),
     skip_idle: float | None = None,
     weight: np.ndarray | None = None,
+    skip_unreadable: bool = False,
 ) -> FrameRanges:
     """Return the frames of some episodes (int64, ascending) that are rows, without the episodes that have none.
 
@@ -37,11 +38,12 @@ def frame_ranges_of(
         keys: state and action vectors, for `skip_idle`.
         skip_idle: frames in which nothing moves for longer than this, in seconds, are no rows (see `data.idle`).
         weight: weights of all episodes of the dataset, float64, at least 0; None for 1.
+        skip_unreadable: as of `moving_runs`.
     """
     if skip_idle is None:
         stretches = np.stack([episodes, np.zeros_like(episodes), meta.episode_length[episodes]], axis=1)
     else:
-        stretches = moving_runs(meta, episodes, keys, skip_idle)
+        stretches = moving_runs(meta, episodes, keys, skip_idle, skip_unreadable)
     episode, first, frames = stretches.T
     moving, frames = frames, np.minimum(frames, meta.episode_length[episode] - dropped - first)
     used = frames > 0 if weight is None else (frames > 0) & (weight[episode] > 0)
@@ -76,7 +78,7 @@ def table(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> l
         in_epoch = f"{rows:,.0f} ({rows / frames:6.2f}x)"
         lines.append(f"{of_task:9,.0f} {frames:12,.0f} {left_out:>20} {in_epoch:>20}  {name}")
     if count > MAX_TASKS:
-        lines.append(f"{'':53} and {count - MAX_TASKS} tasks that differ less")
+        lines.append(f"{'':53} and {count - MAX_TASKS} more tasks, whose share changes less")
     return lines
 
 

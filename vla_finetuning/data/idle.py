@@ -9,6 +9,7 @@ the next movement.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ import numpy as np
 
 from vla_finetuning.data.dataset import NUMERIC_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.statistics import episode_arrays, in_threads
+from vla_finetuning.data.storage import check_still_there
+
+_logger = logging.getLogger(__name__)
 
 # Share of its range within which a dimension counts as still.
 STILL = 1e-3
@@ -70,8 +74,8 @@ def value_range(meta: DatasetMetadata, key: str) -> tuple[np.ndarray, np.ndarray
     stats = meta.stats.get(key, {})
     if not {"min", "max"} <= stats.keys():
         raise ValueError(
-            f"{meta.root}: meta/stats.json has no min and max of {key!r}, which movement is measured by; LeRobot's "
-            "`lerobot-edit-dataset` writes them anew"
+            f"{meta.root}: its statistics have no min and max of {key!r}, which movement is measured by; of v3.0, "
+            "`lerobot-edit-dataset --operation.type recompute_stats` writes them"
         )
     return np.ravel(stats["min"]).astype(np.float64), np.ravel(stats["max"]).astype(np.float64)
 
@@ -88,7 +92,7 @@ class Movement:
     def from_metadata(cls, meta: DatasetMetadata, keys: Sequence[str], seconds: float) -> Movement:
         """Return the parameters for runs longer than `seconds` in which the vectors `keys` do not move.
 
-        Raises ValueError for `keys` that are no vectors or have no range in meta/stats.json.
+        Raises ValueError for `keys` that are no vectors or have no range in the statistics.
         """
         if wrong := [key for key in keys if meta.features[key].dtype not in NUMERIC_DTYPES]:
             raise ValueError(f"{meta.root}: {wrong} are no numbers, so when they do not move is unknown")
@@ -104,7 +108,9 @@ class Movement:
         return {"spans": spans, "moves": self.moves}
 
 
-def moving_runs(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], seconds: float) -> np.ndarray:
+def moving_runs(
+    meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], seconds: float, skip_unreadable: bool = False
+) -> np.ndarray:
     """Return the runs of frames of some episodes that remain without idle frames.
 
     Reads only the columns `keys`, each file once, in one thread per CPU. Errors are those of `Movement.from_metadata`
@@ -113,6 +119,7 @@ def moving_runs(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str]
     Args:
         episodes: episode numbers, int64, ascending.
         seconds: longest time without movement that is not idle.
+        skip_unreadable: warn about unreadable files instead of raising; all their frames remain.
     Returns:
         Episode, first frame_index and number of frames of each run, int64 (S, 3), in order.
     """
@@ -120,10 +127,17 @@ def moving_runs(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str]
 
     def runs_in_file(file: dict[str, Any]) -> np.ndarray:
         runs = [np.empty((0, 3), np.int64)]
-        for episode, arrays in episode_arrays(meta.fs, features=movement.features, **file):
-            idle = movement.idle(arrays)
-            change = np.flatnonzero(np.diff(idle, prepend=True, append=True)).reshape(-1, 2)
-            runs.append(np.stack([np.full(len(change), episode), change[:, 0], change[:, 1] - change[:, 0]], axis=1))
+        try:
+            for episode, arrays in episode_arrays(meta.fs, features=movement.features, **file):
+                change = np.flatnonzero(np.diff(movement.idle(arrays), prepend=True, append=True)).reshape(-1, 2)
+                columns = np.full(len(change), episode), change[:, 0], change[:, 1] - change[:, 0]
+                runs.append(np.stack(columns, axis=1))
+        except (ValueError, FileNotFoundError) as error:
+            if not skip_unreadable:
+                raise
+            check_still_there(meta.fs, meta.root, [file["path"]])
+            _logger.warning("dataset %s: no idle frame is looked for in %s: %s", meta.root, file["path"], error)
+            runs = [np.stack([file["episodes"], np.zeros_like(file["episodes"]), file["lengths"]], axis=1)]
         return np.concatenate(runs)
 
     runs = np.concatenate(in_threads(meta, episodes, runs_in_file))

@@ -84,6 +84,11 @@ class Groups:
         group = int(np.searchsorted(self.file_row, row, "right")) - 1
         return int(self.table_row[group]) + row - int(self.file_row[group])
 
+    def numbers(self, span: Span, key: str, dtype: DTypeLike | None, shape: tuple[int, ...], file: str) -> np.ndarray:
+        """Convert the rows of a span of the column `key` as `numbers`; other rows may be damaged."""
+        rows = self.table.column(key).slice(self.at(span.first), len(span))
+        return numbers(rows, dtype, shape, f"{file}: {span.name}: column {key}")
+
 
 def read_groups(file: DataFile, columns: Collection[str], spans: Sequence[Span] | None) -> Groups:
     """Read columns of the row groups that hold the spans, or of all row groups if `spans` is None.
@@ -106,7 +111,7 @@ def read_groups(file: DataFile, columns: Collection[str], spans: Sequence[Span] 
             first = np.searchsorted(group_first, span.first, "right") - 1
             selected[first : np.searchsorted(group_first, span.last, "left")] = True
         groups = np.flatnonzero(selected)
-        budget = Budget("rows of the row groups that hold what is wanted", MAX_DATA_BYTES)
+        budget = Budget("row groups", MAX_DATA_BYTES)
         table = read_columns(parquet, columns, budget, groups=groups.tolist())
         skipped = np.concatenate([[0], np.cumsum(np.where(selected, 0, sizes))])
         return Groups(table, group_first[groups], group_first[groups] - skipped[groups])
@@ -199,23 +204,21 @@ def read_numbers(file: DataFile, columns: Sequence[Column], spans: Sequence[Span
     """
     keys = list(dict.fromkeys(column.key for column in columns))
 
-    def unpacked(groups: Groups) -> list[np.ndarray]:
-        table = groups.table
-        return [numbers(table.column(c.key), c.dtype, c.shape, f"{file.name}: column {c.key}") for c in columns]
-
     def whole() -> pa.RecordBatch:
-        return _to_arrow(unpacked(read_groups(file, keys, None)))
+        table = read_groups(file, keys, None).table
+        return _to_arrow([numbers(table.column(c.key), c.dtype, c.shape, c.key) for c in columns])
 
     kinds = [(c.key, c.dtype.str, c.shape) for c in columns]
-    # The error may concern rows outside the spans: read only their row groups then.
+    # The error may concern rows outside the spans: convert only these then.
     with contextlib.suppress(ValueError):
         copy = _copied(numbers_cache(), file, repr(kinds), "numbers", whole)
         if copy is not None and all(span.last <= len(copy) for span in spans):
             arrays = [_from_arrow(copy.column(i), c) for i, c in enumerate(columns)]
             return [np.concatenate([array[span.first : span.last] for span in spans]) for array in arrays]
     groups = read_groups(file, keys, spans)
-    places = [(groups.at(span.first), len(span)) for span in spans]
-    return [np.concatenate([array[at : at + rows] for at, rows in places]) for array in unpacked(groups)]
+    return [
+        np.concatenate([groups.numbers(span, c.key, c.dtype, c.shape, file.name) for span in spans]) for c in columns
+    ]
 
 
 def _to_arrow(arrays: Sequence[np.ndarray]) -> pa.RecordBatch:

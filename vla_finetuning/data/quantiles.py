@@ -115,7 +115,7 @@ def sample_rows(
         try:
             episode_values = [arrays for _, arrays in episode_arrays(meta.fs, features=list(by_key.values()), **file)]
         except (ValueError, FileNotFoundError) as error:
-            _logger.warning("dataset %s: not looked at before training: %s", meta.root, error)
+            _logger.warning("dataset %s: left out of the check of stored statistics: %s", meta.root, error)
             continue
         read += len(episode_values)
         for arrays in episode_values:
@@ -253,18 +253,19 @@ def _compute(
     )
     values = sum(int(source.meta.episode_length[source.episodes].sum()) for source in sources) * per_frame
     read = partial(_pass, names=names, relative=relative, skip_unreadable=skip_unreadable)
-    if values <= ONE_PASS_VALUES:
-        tallies = [read(source) for source in sources]
-    else:
-        coarse = [read(source, coarse=True) for source in sources]
-        codes = _around_quantiles([*coarse, _joint(coarse, sources)])
-        tallies = []
-        for source, tally in zip(sources, coarse, strict=True):
-            rest = ~np.isin(tally.code, codes)
-            tallies.append(Tally.merge([Tally(*(c[rest] for c in tally)), read(source, within=codes)]))
+    tallies = [read(source, coarse=values > ONE_PASS_VALUES) for source in sources]
     for source, tally in zip(sources, tallies, strict=True):
-        if not len(tally.code):
-            raise ValueError(f"dataset {source.meta.root}: no file could be read to compute statistics of {names}")
+        has_values = np.isin(np.cumsum([0, *widths[:-1]]), tally.code >> np.uint64(32))
+        if lost := [name for name, has_value in zip(names, has_values, strict=True) if not has_value]:
+            raise ValueError(
+                f"dataset {source.meta.root}: no value is left to compute statistics of {lost}: no file could be read, "
+                "or no whole action chunk begins at a frame that --dataset.skip_idle keeps"
+            )
+    if values > ONE_PASS_VALUES:
+        codes = _around_quantiles([*tallies, _joint(tallies, sources)])
+        for number, (source, tally) in enumerate(zip(sources, tallies, strict=True)):
+            rest = ~np.isin(tally.code, codes)
+            tallies[number] = Tally.merge([Tally(*(c[rest] for c in tally)), read(source, within=codes)])
     all_stats: Stats = {}
     whose: list[Any] = ["joint", *range(len(sources))]
     for of, tally in zip(whose, [_joint(tallies, sources), *tallies], strict=True):

@@ -41,8 +41,8 @@ class Budget:
         """Refuse `size` more bytes of the file `name` if they exceed the budget."""
         if self.taken + size > self.bytes:
             raise ValueError(
-                f"{name}: {self.noun} that unpack to {(self.taken + size) / 2**20:,.0f} MiB or more, and "
-                f"{self.bytes / 2**20:,.0f} MiB are read at once: it is damaged or made to exhaust the memory; copy it "
+                f"{name}: its {self.noun} need {(self.taken + size) / 2**20:,.0f} MiB or more in memory, above the "
+                f"limit of {self.bytes / 2**20:,.0f} MiB: it is damaged or made to exhaust the memory; copy it "
                 "again, or write it in smaller row groups and files"
             )
 

@@ -39,7 +39,7 @@ def of_each(choice: Choice, roots: Sequence[str], flag: str) -> list[Sequence[in
         return [choice.get(root) for root in roots]
     if choice is not None and len(roots) > 1:
         example = json.dumps({roots[0]: np.asarray(list(choice)[:3]).tolist()})
-        raise ValueError(f"{flag} with several datasets: whose episodes? Say so: {flag}='{example}'")
+        raise ValueError(f"{flag} with several datasets must name the dataset: {flag}='{example}'")
     return [choice] * len(roots)
 
 
@@ -91,7 +91,7 @@ def choose_episodes(
     if not len(chosen):
         raise ValueError(f"{meta.root}: no episode is left of {len(candidates)}: {'; '.join(left_out)}")
     if left_out:
-        notes.insert(0, f"{meta.root}: {len(chosen)} of {meta.num_episodes} episodes are used: {'; '.join(left_out)}")
+        notes.insert(0, f"{meta.root}: {len(chosen)} of {meta.total_episodes} episodes are used: {'; '.join(left_out)}")
     return chosen, notes
 
 

@@ -86,8 +86,8 @@ def divide(
             apart = "" if cut_at == 1 else f", cut at key frames, every {cut_at} rows,"
             raise ValueError(
                 f"--dataset.shards={shards}: {roots[dataset]} has {bounds[last] - bounds[first]} training rows in "
-                f"{last - first} episodes, which{apart} are too few for each shard to have some; give fewer shards, or "
-                "leave the dataset out"
+                f"{last - first} episodes, which{apart} are fewer than the shards need, at least one row or key frame "
+                "interval each; give fewer shards, or leave the dataset out"
             )
         begins = np.unique(np.concatenate([bounds[first:last], cuts]))
         starts.append(begins)

@@ -22,7 +22,7 @@ import fsspec
 import numpy as np
 
 from vla_finetuning.data.dataset import DatasetMetadata, Feature
-from vla_finetuning.data.parquet_columns import DataFile, Span, numbers, read_groups
+from vla_finetuning.data.parquet_columns import DataFile, Span, read_groups
 from vla_finetuning.files import write_json
 
 Stats = dict[str, dict[str, np.ndarray]]
@@ -76,9 +76,7 @@ def check_stats(meta: DatasetMetadata, required: Mapping[str, set[str]]) -> None
     """
     for key, required_names in required.items():
         for problem in _problems(meta, key, required_names & meta.stats.get(key, {}).keys()):
-            raise ValueError(
-                f"dataset {meta.root}: {problem}; remove {key!r} from meta/stats.json to have it computed again"
-            )
+            raise ValueError(f"dataset {meta.root}: {problem}; --dataset.statistics=exact computes all anew")
 
 
 def _problems(meta: DatasetMetadata, key: str, names: set[str]) -> Iterator[str]:
@@ -111,22 +109,19 @@ def episode_arrays(
     columns = {column.key: column for feature in features for column in feature.columns}
     spans = [Span(f"episode {e}", a, a + n) for e, a, n in zip(episodes, first_rows, lengths, strict=True)]
     groups = read_groups(DataFile(fs, path, path, path), {"episode_index", *columns}, spans)
-    table = groups.table
-    index = numbers(table["episode_index"], np.int64, (1,), f"{path}: column episode_index")
-    stored = {key: numbers(table[key], None, c.shape, f"{path}: column {key}") for key, c in columns.items()}
-    arrays = {feature.key: feature.values(stored) for feature in features}
-    for episode, first, length in zip(episodes, first_rows, lengths, strict=True):
-        rows = slice(groups.at(first), groups.at(first) + length)
-        if (index[rows] != episode).any():
+    for episode, span in zip(episodes, spans, strict=True):
+        index = groups.numbers(span, "episode_index", np.int64, (1,), path)
+        if (index != episode).any():
             raise ValueError(
-                f"{path}: rows {first}..{first + length - 1} should be episode {episode}, found "
-                f"{np.unique(index[rows])[:5].tolist()}: the file and meta/episodes do not belong together; rebuild "
-                "the dataset"
+                f"{path}: rows {span.first}..{span.last - 1} should be episode {episode}, found "
+                f"{np.unique(index)[:5].tolist()}: the file and meta/episodes do not belong together; rebuild the "
+                "dataset"
             )
-        data = {key: array[rows] for key, array in arrays.items()}
+        stored = {key: groups.numbers(span, key, None, column.shape, path) for key, column in columns.items()}
+        data = {feature.key: feature.values(stored) for feature in features}
         for key, array in data.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                frame = int(np.flatnonzero(~np.isfinite(array).reshape(length, -1).all(axis=1))[0])
+                frame = int(np.flatnonzero(~np.isfinite(array).reshape(len(span), -1).all(axis=1))[0])
                 raise ValueError(
                     f"{path}: {key} of episode {episode}, frame {frame} holds NaN or infinity; leave the "
                     "episode out (--dataset.episodes) or repair it"

@@ -65,7 +65,15 @@ def select(
     for meta, chosen, weight in zip(metas, train, weights or [None] * len(metas), strict=True):
         keys = movement_keys(meta, rename_map)
         min_idle_s = None if meta.without_actions else seconds  # without actions nothing moves
-        ranges = frame_ranges_of(meta, chosen, dropped=dropped, keys=keys, skip_idle=min_idle_s, weight=weight)
+        ranges = frame_ranges_of(
+            meta,
+            chosen,
+            dropped=dropped,
+            keys=keys,
+            skip_idle=min_idle_s,
+            weight=weight,
+            skip_unreadable=config.dataset.on_error == "skip",
+        )
         if not len(ranges.episode):
             raise ValueError(
                 f"{meta.root}: nothing moves for longer than --dataset.skip_idle={seconds:g} s anywhere in the "
