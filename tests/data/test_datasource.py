@@ -400,6 +400,11 @@ def test_frames_are_fitted_as_lerobot_fits_them(roots, name, size):
             np.testing.assert_array_equal(rows[key][i].reshape(theirs.shape)[theirs == 0], 0)  # the black around
 
 
+def test_frames_that_a_dataset_lacks_take_no_space(tmp_path):
+    metas = [load_metadata(make_dataset(tmp_path / key, cameras={key: (16, 24)})) for key in (TOP, WRIST)]
+    assert datasource(metas, padded=True).decoded_bytes() == 2 * datasource(metas[:1]).decoded_bytes() > 0
+
+
 def test_cameras_of_different_sizes_can_be_read_together_when_fitted(roots, tmp_path):
     metas = [load_metadata(roots["rollover"])]
     metas.append(load_metadata(make_dataset(tmp_path / "larger", cameras={TOP: (64, 64), WRIST: (96, 80)})))

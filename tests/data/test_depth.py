@@ -2,6 +2,7 @@
 
 import io
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -96,3 +97,11 @@ def test_a_depth_image_that_is_none(depth_root, tmp_path):
     set_row("observation.images.depth_mm", 3, {"bytes": file.getvalue(), "path": None})(root)
     with pytest.raises(ValueError, match=r"episode 0\), row 3: expected a depth map of uint16 or float32"):
         read_directly(datasource([load_metadata(root)]))
+
+
+def test_a_depth_video_without_lerobot_names_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lerobot.datasets.depth_utils", None)
+    with pytest.raises(
+        ImportError, match=r"camera d: depth videos .*pip install '.\[train\]', or leave the camera out"
+    ):
+        lerobot_decode.depth_table({}, name="camera d")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -294,3 +295,12 @@ def test_folders_of_others_inside_are_left_alone(folder):
     cache = opened(folder)
     assert store(cache) and store(cache, name="1") and not store(cache, name="2")
     assert (folder / "images" / "file").exists()
+
+
+def test_a_copy_is_checked_in_little_memory(folder):
+    cache = opened(folder, 10**9)
+    cache.write(place(cache), bytes(2**26))
+    tracemalloc.start()
+    assert cache.map(place(cache)).size == 2**26
+    assert tracemalloc.get_traced_memory()[1] < 2**25
+    tracemalloc.stop()

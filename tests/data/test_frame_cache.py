@@ -5,7 +5,10 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from lerobot_datasource import keeps_frames, read_lerobot, read_source
 from tests.datasets import an_epoch, assert_same_rows, datasource, make_dataset
@@ -18,6 +21,7 @@ from vla_finetuning.data.metadata import load_metadata
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 LENGTHS = (12, 7, 15, 1, 10)
 ROWS = sum(LENGTHS)
+COUNTS = ("episode_index", "frame_index")
 WINDOWS = {TOP: [-0.2, 0.0], "action": [0.0, 0.1]}
 
 
@@ -199,6 +203,28 @@ def test_images_of_data_files_are_decoded_once(images, original, folder, monkeyp
         assert_same_rows(rows(images, folder, image_size=image_size), expected)
         assert len(decoded) == number
         decoded.clear()
+
+
+def test_images_by_path_are_never_served_from_the_cache(images, folder, tmp_path):
+    """The identity of the data file, which names them, says nothing about them."""
+    root = Path(shutil.copytree(images, tmp_path / "named"))
+
+    def name(table):
+        (root / "images").mkdir(exist_ok=True)
+        names = [f"images/{e}-{n}.png" for e, n in zip(*(table[c].to_pylist() for c in COUNTS), strict=True)]
+        for path, stored in zip(names, table[TOP].to_pylist(), strict=True):
+            (root / path).write_bytes(stored["bytes"])
+        paths = pa.array([{"bytes": None, "path": path} for path in names], table[TOP].type)
+        return table.set_column(table.column_names.index(TOP), TOP, paths)
+
+    for path in root.glob("data/*/*.parquet"):
+        pq.write_table(name(pq.read_table(path)), path)
+    before = rows(root, folder)
+    for path in root.glob("images/*.png"):
+        Image.new("RGB", (64, 48), "white").save(path)
+    after = rows(root, folder)
+    assert (after[TOP] == 255).all()
+    np.testing.assert_array_equal(before[WRIST], after[WRIST])
 
 
 @pytest.mark.ray

@@ -77,7 +77,7 @@ def test_frames_are_kept_by_themselves_where_they_are_read_again_and_fit(setting
 
     where, text = kept(again)
     assert where == FrameCache(str(tmp_path / "frames"), 200.0)
-    assert "Numbers      at most 20 GB on each node, unpacked once, in " in text
+    assert "at most 20 GB per node, and 20 GB more for encoded images" in text
     assert f"decoded once: 0.0 GB of frames are cached in {tmp_path / 'frames'}, on every node" in text
     where, text = kept(once)
     assert where is None and "none are read twice" in text
@@ -95,6 +95,9 @@ def test_all_rows_of_later_epochs_are_shuffled_only_where_all_frames_are_kept(se
         plan(setting, *flags)
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="and VLA_CACHE_GB=1e-06 of them are cached"):
         patch.setenv("VLA_CACHE_GB", "1e-6")
+        assert "GB of frames, VLA_CACHE_GB=1e-06 are cached in " in describe(
+            plan(setting, "--dataset.frame_cache=kept")
+        )
         plan(setting, *flags, "--dataset.frame_cache=kept")
     run, as_ever = (plan(setting, *more, "--dataset.frame_cache=kept") for more in (flags, ["--steps=20"]))
     assert "from the second epoch on, all rows are shuffled" in describe(run)
@@ -565,7 +568,7 @@ def test_episodes_that_are_left_out(setting, tmp_path, monkeypatch):
     two = [f"--dataset.root={dataset},other", '--dataset.exclude_episodes={"other": [1, 2]}']
     run = plan(setting, *two, f'--dataset.episodes={{"{dataset}": [5]}}', root=False)
     assert [e.tolist() for e in run.rows.train_episodes] == [[5], [0, 3, 4, 5]]
-    with pytest.raises(ValueError, match="--dataset.episodes with several datasets: whose"):
+    with pytest.raises(ValueError, match="--dataset.episodes with several datasets must name"):
         plan(setting, two[0], "--dataset.episodes=1", root=False)
 
 

@@ -237,15 +237,20 @@ def depth_table(info: Mapping[str, Any], *, name: str) -> np.ndarray:
 
     Runs on the driver (it imports LeRobot). `info` is the feature's entry in meta/info.json.
     """
-    import torch
-    from lerobot.configs.video import DepthEncoderConfig
-    from lerobot.datasets.depth_utils import dequantize_depth
-
-    codes = torch.arange(4096).reshape(1, 64, 64)
     try:
+        import torch
+        from lerobot.configs.video import DepthEncoderConfig
+        from lerobot.datasets.depth_utils import dequantize_depth
+
+        codes = torch.arange(4096).reshape(1, 64, 64)
         config = DepthEncoderConfig.from_video_info(dict(info))
         scale = {key: getattr(config, key) for key in ("depth_min", "depth_max", "shift", "use_log")}
         table = np.asarray(dequantize_depth(codes, **scale)).ravel()
+    except ImportError as error:
+        raise ImportError(
+            f"{name}: depth videos are decoded with LeRobot's tables ({error}): pip install '.[train]', or leave the "
+            "camera out with camera_keys"
+        ) from error
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(
             f"{name}: the depths that info states make no sense ({error}); repair meta/info.json"

@@ -140,7 +140,7 @@ class DiskCache:
         with self.tolerating_errors(), self._open_to_read(path) as descriptor:
             tail, out = bytearray(_CHECKSUM_BYTES + 1), memoryview(out).cast("B")
             size = os.preadv(descriptor, [out, tail], 0)
-            return size == len(out) + _CHECKSUM_BYTES and tail[:-1] == self.checksum(path, out)
+            return size == len(out) + _CHECKSUM_BYTES and tail[:-1] == self.checksum(path, [out])
         return False
 
     def map(self, path: Path) -> pa.Buffer | None:
@@ -149,7 +149,7 @@ class DiskCache:
             content_bytes = os.fstat(descriptor).st_size - _CHECKSUM_BYTES
             with open(descriptor, "rb", buffering=0, closefd=False) as file:
                 parts = iter(lambda: file.read(max(0, min(_READ_BYTES, content_bytes - file.tell()))), b"")
-                if content_bytes >= 0 and self.checksum(path, *parts) == file.read(_CHECKSUM_BYTES):
+                if content_bytes >= 0 and self.checksum(path, parts) == file.read(_CHECKSUM_BYTES):
                     with pa.memory_map(str(path)) as mapped:  # the mapping outlives the descriptor
                         return mapped.read_buffer(content_bytes)
         return None
@@ -187,7 +187,7 @@ class DiskCache:
             descriptor = self._open_to_write(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
                 with open(descriptor, "wb", buffering=0) as file:
-                    _write_all(file, (data, self.checksum(path, data)))
+                    _write_all(file, (data, self.checksum(path, [data])))
                 os.rename(partial, path)
             except OSError:
                 with contextlib.suppress(OSError):
@@ -221,14 +221,14 @@ class DiskCache:
         finally:
             os.close(descriptor)
 
-    def checksum(self, path: Path, *parts: Any) -> bytes:
+    def checksum(self, path: Path, parts: Iterable[Any]) -> bytes:
         digest = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(os.fsencode(path)[self._prefix :]))
         for part in parts:
             digest.update(part)
         return digest.digest()
 
     def _record_checksum(self, path: Path, key: Key, record: Any) -> bytes:
-        return self.checksum(path, struct.pack("<qd", *key), record)
+        return self.checksum(path, (struct.pack("<qd", *key), record))
 
     def _mark_read(self, dataset_folder: Path) -> None:
         """Create the folder of a dataset, for this user only, and record that the dataset is in use."""
@@ -314,9 +314,7 @@ class DiskCache:
     def _warn(self, problem: str) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning(
-                "cache folder %s %s: going on without what it cannot keep; %s", self.folder, problem, self.remedy
-            )
+            logger.warning("cache folder %s %s; nothing more is cached there: %s", self.folder, problem, self.remedy)
 
 
 @functools.cache
@@ -344,8 +342,8 @@ class FrameCache(CacheFolder):
     """
 
     remedy = (
-        "other frames are decoded in every epoch; free some there, raise VLA_CACHE_GB, or choose another "
-        "folder for --dataset.frame_cache"
+        "frames that are not cached are decoded in every epoch; free disk space, raise VLA_CACHE_GB, or choose "
+        "another folder for --dataset.frame_cache"
     )
 
 
@@ -414,8 +412,8 @@ def numbers_cache() -> DiskCache:
     return disk_cache(
         Path(NUMBERS_DIR),
         int(numbers_gb() * 1e9),
-        "row groups are unpacked whenever rows of them are wanted, which is slow where they are large; free some, or "
-        "set VLA_NUMBERS_DIR, on every node, to a folder on another disk",
+        "row groups that are not cached are unpacked for every read, which is slow for large ones; free disk space, "
+        "or set VLA_NUMBERS_DIR, on every node, to a folder on another disk",
     )
 
 
@@ -432,9 +430,9 @@ def images_cache() -> DiskCache:
 def describe_numbers() -> str:
     if size := numbers_gb():
         return (
-            f"Numbers      at most {size:g} GB on each node, unpacked once, in {NUMBERS_DIR}, and as much of encoded "
-            "images of data files (VLA_NUMBERS_GB=0: none)"
+            f"Numbers      unpacked parquet columns are cached in {NUMBERS_DIR}: at most {size:g} GB per node, and "
+            f"{size:g} GB more for encoded images (VLA_NUMBERS_GB=0: no cache)"
         )
     in_memory = f"{NUMBERS_DIR} is memory (tmpfs); VLA_NUMBERS_DIR names another folder"
     why = in_memory if numbers_limit_gb() else "VLA_NUMBERS_GB=0"
-    return f"Numbers      unpacked whenever rows of them are wanted, as images of data files are, on this node: {why}"
+    return f"Numbers      no cache on this node, so parquet columns and images are unpacked for every read: {why}"

@@ -29,7 +29,7 @@ from vla_finetuning.data.storage import RemoteFileSystem, file_identity
 from vla_finetuning.data.video_index import RemoteVideo
 
 # Raise with every change of decoded pixels or of the cache's format.
-DECODING_VERSION = 4
+DECODING_VERSION = 5
 
 
 @dataclass
@@ -158,6 +158,7 @@ class CameraFile:
             name = f"{self.name(request.episode)}, row {rows[i]}"
             if isinstance(data, str):
                 data = self._read_image(data, most_bytes, name)
+                self.folder = None  # the data file's identity says nothing about this file: cache none of its frames
             if feature.is_depth:
                 unit = feature.info.get("depth_unit")
                 request.put(n, decode_depth_image(data, unit, name=name, height=height, width=width))

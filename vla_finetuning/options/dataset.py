@@ -231,15 +231,20 @@ class DatasetOptions:
         """
         if self.frame_cache is None:
             return []
-        if folder is not None:
+        gb = cache_gb(FRAME_CACHE_GB)
+        if folder is not None and size <= gb * 1e9:
             return [f"             decoded once: {size / 1e9:.1f} GB of frames are cached in {folder}, {nodes}"]
+        if folder is not None:
+            return [
+                f"             of {size / 1e9:.1f} GB of frames, VLA_CACHE_GB={gb:g} are cached in {folder}, {nodes}"
+            ]
         if not size:
             return ["             none are cached (--dataset.frame_cache=auto): there is no camera"]
         if not read_again:
             return ["             none are cached (--dataset.frame_cache=auto): none are read twice"]
         return [
-            f"             decoded in every epoch: {size / 1e9:.1f} GB of frames are more than VLA_CACHE_GB="
-            f"{cache_gb(FRAME_CACHE_GB):g}, or than fits the disk of {FRAMES_DIR} with a margin, or that is memory "
+            f"             decoded in every epoch: {size / 1e9:.1f} GB of frames are more than VLA_CACHE_GB={gb:g}, "
+            f"or than fits the disk of {FRAMES_DIR} with a margin, or that is memory "
             "(--dataset.frame_cache=DIR keeps what fits)"
         ]
 
