@@ -27,6 +27,7 @@ from typing import Any
 from tqdm import tqdm
 
 from vla_finetuning.buckets.mirror import as_file
+from vla_finetuning.data.dataset import known_episodes
 from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.frames import describe_weights, frame_ranges_of, movement_keys, table
@@ -65,7 +66,7 @@ def describe_selection(meta: DatasetMetadata, skip_idle: float | None, weights: 
     if skip_idle is not None and not skip_idle > 0:
         raise ValueError(f"--skip_idle={skip_idle}: must be positive, in seconds")
     weight = None if weights is None else episode_weights([meta], [meta.root], weights)[0]
-    keys, everything = movement_keys(meta), meta.episode_index
+    keys, everything = movement_keys(meta), known_episodes(meta)
     ranges = frame_ranges_of(meta, everything, keys=keys, skip_idle=skip_idle, weight=weight)
     return [*([] if weight is None else [describe_weights(weight)]), *table(meta, everything, ranges)]
 
@@ -93,8 +94,8 @@ def show_dataset(options: argparse.Namespace) -> None:
     if options.scores or options.exclude_to:
         for path in filter(None, (options.scores, options.exclude_to)):  # fail before the slow scoring
             path.parent.mkdir(parents=True, exist_ok=True)
-        present = meta.episode_length.nonzero()[0].tolist()
-        scores = list(score_episodes(meta, tqdm(present, unit="episode", disable=not sys.stderr.isatty())))
+        known = known_episodes(meta).tolist()
+        scores = list(score_episodes(meta, tqdm(known, unit="episode", disable=not sys.stderr.isatty())))
         if options.scores:
             options.scores.write_text("".join(json.dumps(asdict(score)) + "\n" for score in scores))
         if options.exclude_to:

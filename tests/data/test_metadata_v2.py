@@ -320,3 +320,14 @@ def test_a_real_robots_episodes(tmp_path):
         np.testing.assert_array_equal(rows["observation.images.cam_high"][at], np.moveaxis(image, -3, -1))
     expected = load_metadata(root).stats["action"]
     np.testing.assert_allclose(meta.stats["action"]["std"], expected["std"], rtol=1e-9)
+
+
+def test_numbers_without_an_episode_cost_no_file(copied):
+    """As of a part of a large dataset that keeps its numbers."""
+    (line, *_) = [json.loads(line) for line in (copied / EPISODES_PATH).read_text().splitlines()]
+    write_lines(copied / EPISODES_PATH, [line | {"episode_index": 400_000}])
+    info = json.loads((copied / "meta/info.json").read_text())
+    (copied / "meta/info.json").write_text(json.dumps(info | {"total_episodes": 1, "total_frames": line["length"]}))
+    meta = load_metadata(copied)
+    assert meta.data_files == ("data/chunk-133333/episode_400000.parquet",)
+    assert (meta.total_episodes, meta.num_episodes, meta.first_episode) == (1, 400_001, 400_000)

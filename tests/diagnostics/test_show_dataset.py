@@ -26,6 +26,7 @@ from vla_finetuning.report.augmented_frames import EPOCHS_SHOWN, augmented, conf
 from vla_finetuning.report.dataset_look import look_at, ranges_of, sample_episodes
 from vla_finetuning.report.episode_scores import MEDIANS, score_episodes
 from vla_finetuning.report.page import look_at_datasets
+from vla_finetuning.training.chunks import describe_tokens_of
 
 EPISODES = (12, 9, 12, 10)
 VIDEO, IMAGES = "observation.images.top", "observation.images.side"
@@ -504,3 +505,20 @@ def test_a_runs_report_shows_what_its_own_options_make_of_frames(clean, tmp_path
         (drawn,) = look_at_datasets(tmp_path)
         assert drawn["augmented"] is said
         assert len({image["uri"] for image in next(iter(drawn["images"].values()))}) > 1
+
+
+@pytest.mark.parametrize("gone", [[0, 1], [1, 2]])
+def test_numbers_without_an_episode_are_no_episodes(copy, gone):
+    for path in (copy / "meta/episodes").rglob("*.parquet"):
+        table = pq.read_table(path)
+        pq.write_table(table.filter(pa.array([n not in gone for n in table["episode_index"].to_pylist()])), path)
+    left = [episode for episode in range(4) if episode not in gone]
+    frames = sum(EPISODES[episode] for episode in left)
+    edit_json(copy / "meta/info.json", lambda info: info.update(total_episodes=2, total_frames=frames))
+    meta = load_metadata(copy)
+    look = look_at(meta)
+    told = [f"episodes {gone[0]}, {gone[1]}: cannot be read: is in no file of meta/episodes"] if gone[0] else []
+    assert look.episodes.tolist() == left and [finding.text for finding in look.findings] == told
+    assert look.sample.startswith("every row") and look.rows == frames
+    assert [score.episode for score in score_episodes(meta)] == left
+    assert describe_tokens_of(meta, "fit", 4)

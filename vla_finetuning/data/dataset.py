@@ -113,6 +113,11 @@ class DatasetMetadata:
         return len(self.episode_index)
 
     @property
+    def total_episodes(self) -> int:
+        """Return the number of episodes with rows; `num_episodes` counts missing numbers too."""
+        return int(np.count_nonzero(self.episode_length))
+
+    @property
     def total_frames(self) -> int:
         return int(self.episode_length.sum())
 

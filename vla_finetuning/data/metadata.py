@@ -530,15 +530,19 @@ def _place_broken(
     length: np.ndarray,
     broken: Collection[int],
 ) -> None:
-    """Assign episodes with an unknown data file to the file of their neighbours, in place.
+    """Assign episodes with rows and an unknown data file to the file of their neighbours, in place.
 
     Between two files, the row count in the footer of the first decides.
     """
-    for episode in sorted(broken):
-        before = data_file[max(0, episode - 1)]
-        after = next((data_file[n] for n in range(episode + 1, len(length)) if n not in broken), before)
+    present = np.flatnonzero(length)
+    is_broken = np.isin(present, list(broken))
+    known = present[~is_broken]
+    for nth in np.flatnonzero(is_broken).tolist():
+        episode, before = present[nth], data_file[present[max(0, nth - 1)]]
+        following = np.searchsorted(known, episode)
+        after = data_file[known[following]] if following < len(known) else before
         data_file[episode] = before
-        if before != after and episode and length[episode]:
+        if before != after and nth:
             path = data_files[before]
             with open_parquet(fs, f"{base}/{path}", name=path) as file:
                 if length[data_file == before].sum() > file.metadata.num_rows:
@@ -553,7 +557,8 @@ def _in_order(
 ) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
     """Sort the table of episodes by `episode_index`.
 
-    Fill a missing number with a copy of the episode before it, of length 0, and note it in `broken["data"]`.
+    Fill a missing number with a copy of the episode before it (and of its file), of length 0, and note it in
+    `broken["data"]`.
 
     Raises:
         ValueError: no episode, a repeated episode, or totals that differ from info.json.
@@ -572,7 +577,6 @@ def _in_order(
         at = np.maximum(np.searchsorted(ordered, np.arange(count), side="right") - 1, 0)
         absent = np.setdiff1d(np.arange(count), ordered)
         columns = {name: column[order][at] for name, column in columns.items()}
-        columns["episode_index"] = np.arange(count, dtype=np.int64)
         columns["length"][absent] = 0
         gone = set(absent.tolist())
         tasks = [() if episode in gone else tasks[order[at[episode]]] for episode in range(count)]

@@ -58,7 +58,7 @@ class Datasets:
 
     def __str__(self) -> str:
         return "; ".join(
-            f"dataset {meta.root}: {meta.num_episodes} episodes, {meta.total_frames} frames" for meta in self.metas
+            f"dataset {meta.root}: {meta.total_episodes} episodes, {meta.total_frames} frames" for meta in self.metas
         )
 
 

@@ -67,7 +67,7 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
     for number, meta in enumerate(rows.metas):
         lines += [
             f"Dataset      {config.dataset.repo_id or meta.root}" + _revision(config.dataset.revision),
-            f"             {meta.num_episodes} episodes, {meta.total_frames} frames at {meta.fps} fps"
+            f"             {meta.total_episodes} episodes, {meta.total_frames} frames at {meta.fps} fps"
             + (f", robot {meta.robot_type}" if meta.robot_type else ""),
             f"             trains on {len(rows.train_episodes[number])} episodes, {rows.per_dataset[number]} frames; "
             f"{len(rows.eval_episodes[number])} held out",

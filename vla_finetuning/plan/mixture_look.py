@@ -37,7 +37,7 @@ def look_at_mixture(config: Config) -> tuple[list[str], list[str]]:
 def describe_texts(meta: DatasetMetadata) -> str:
     """Return a line on a dataset without actions."""
     return (
-        f"{meta.root}: no actions: {meta.num_episodes:,} episodes, {meta.total_frames:,} frames with the texts "
+        f"{meta.root}: no actions: {meta.total_episodes:,} episodes, {meta.total_frames:,} frames with the texts "
         f"{', '.join(meta.text_keys)}, which train beside datasets with actions (--dataset.mixture, "
         "--train.text_targets)"
     )
@@ -60,7 +60,13 @@ def tabulate(
 
 def _datasets(entries: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
     cells = [
-        (f"{member.weight:g}", f"{meta.num_episodes:,}", f"{meta.total_frames:,}", str(meta.fps), str(len(meta.tasks)))
+        (
+            f"{member.weight:g}",
+            f"{meta.total_episodes:,}",
+            f"{meta.total_frames:,}",
+            str(meta.fps),
+            str(len(meta.tasks)),
+        )
         for member, meta in entries
     ]
     listed, metas = zip(*entries, strict=True)

@@ -36,7 +36,7 @@ def record_run(
         {
             "root": meta.root,
             "name": repo_id or meta.root,
-            "episodes": meta.num_episodes,
+            "episodes": meta.total_episodes,
             "frames": meta.total_frames,
             "fps": meta.fps,
             "robot_type": meta.robot_type,

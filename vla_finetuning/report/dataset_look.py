@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from lerobot_datasource import LeRobotDatasource
-from vla_finetuning.data.dataset import select_episodes
+from vla_finetuning.data.dataset import known_episodes
 from vla_finetuning.data.dataset_files import check_files, find_missing_files
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature, dimension_names, episode_ranges
-from vla_finetuning.data.options import Features, Reading
+from vla_finetuning.data.options import Features, Reading, Selection
 from vla_finetuning.data.quantiles import LIMITS, outside
 from vla_finetuning.data.reader import height_width
 
@@ -125,9 +125,11 @@ class Look:
     def sample(self) -> str:
         """Describe the sample that the findings are based on."""
         meta = self.meta
-        is_complete = len(self.episodes) == meta.num_episodes and self.rows == meta.total_frames
+        is_complete = len(self.episodes) == meta.total_episodes and self.rows == meta.total_frames
         read = "every row" if is_complete else f"{self.rows:,} of {meta.total_frames:,} rows"
-        scope = "" if is_complete else f", from {len(self.episodes):,} of {meta.num_episodes:,} episodes spread evenly"
+        scope = (
+            "" if is_complete else f", from {len(self.episodes):,} of {meta.total_episodes:,} episodes spread evenly"
+        )
         cameras = f"; images at {MOMENTS} moments of up to {CAMERA_EPISODES} episodes" if meta.camera_keys else ""
         return f"{read} without images{scope}{cameras}"
 
@@ -143,17 +145,21 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
     Damaged rows and videos become findings; the rest is still read. `problems_of` reads a sample as a run would
     (`plan.look`); it is called if nothing is damaged.
     """
+    known, starts = known_episodes(meta), first_positions(meta)
     check_files(meta, camera_keys=[], skip=True)
-    missing = find_missing_files(meta)
+    missing = find_missing_files(meta, episodes=known)
     columns = _Columns(vector_keys(meta))
     source = open_source(meta, [])
     most_rows = max(1, SAMPLE_BYTES // source.row_bytes())
-    episodes = sample_episodes(meta.episode_length, min(SAMPLE_ROWS, most_rows))
+    episodes = known[sample_episodes(meta.episode_length[known], min(SAMPLE_ROWS, most_rows))]
     damaged: dict[str, list[int]] = {}
+    for episode, reason in meta.broken.get("data", {}).items():
+        if episode >= meta.first_episode:
+            damaged.setdefault(reason, []).append(episode)
     read = []
     for episode in episodes.tolist():
         rows = min(int(meta.episode_length[episode]), max(1, most_rows // len(episodes)))
-        first = int(meta.episode_start[episode])
+        first = int(starts[episode])
         try:
             (batch,) = source.read_rows(range(first, first + rows), rows)
         except (ValueError, OSError) as error:
@@ -166,7 +172,7 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
     intact = [episode for episode in read if episode not in missing.episodes] or read
     example = max(intact[len(intact) // 4 :] or [0], key=lambda e: min(int(meta.episode_length[e]), 100))
     cameras = [key for key in meta.camera_keys if not meta.features[key].is_depth]
-    if len(missing.episodes) == meta.num_episodes:
+    if len(missing.episodes) == len(known):
         cameras = [key for key in cameras if key not in missing.cameras]
     sheet, camera_findings = _sample_cameras(meta, cameras[:MAX_CAMERAS], example, intact)
 
@@ -186,7 +192,7 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
     findings += camera_findings
     if problems_of is not None and not any(finding.kind == "damaged" for finding in findings):
         features = Features(camera_keys=cameras[:MAX_CAMERAS], columns=vector_keys(meta))
-        problems = problems_of(meta, select_episodes(meta, None), features)
+        problems = problems_of(meta, known, features)
         findings += [
             Finding("damaged", f"episode {episode} would end a run: {problem}")
             for episode, problem in list(problems.items())[:5]
@@ -410,14 +416,14 @@ def _sample_cameras(
         spread = np.asarray(read)[np.linspace(0, len(read) - 1, CAMERA_EPISODES).astype(int)]
         chosen = list(dict.fromkeys([example, *spread.tolist()]))[:CAMERA_EPISODES]
     seen: dict[str, dict[int, np.ndarray]] = {key: {} for key in cameras}
-    times: dict[int, np.ndarray] = {}
+    times, starts = dict[int, np.ndarray](), first_positions(meta)
     findings = []
     for key in cameras:
         try:
             source = open_source(meta, [key], _shown_size(meta.features[key]))
             for episode in chosen:
                 frames = np.unique(np.linspace(0, int(meta.episode_length[episode]) - 1, MOMENTS).astype(np.int64))
-                positions = frames + int(meta.episode_start[episode])
+                positions = frames + int(starts[episode])
                 (batch,) = source.read_rows(positions.tolist(), len(positions))
                 seen[key][episode] = batch[key]
                 times[episode] = frames / meta.fps
@@ -456,10 +462,16 @@ def _blocks(images: np.ndarray) -> np.ndarray:
 def open_source(
     meta: DatasetMetadata, camera_keys: list[str], image_size: tuple[int, int] | None = None
 ) -> LeRobotDatasource:
-    """Return a source in stored order, whose row positions are `index`; frames may be half a frame off in time."""
-    columns = vector_keys(meta)
+    """Return a source of known episodes in stored order; frames may be half a frame off in time."""
+    columns, known = vector_keys(meta), Selection(episodes=[known_episodes(meta)])
     features = Features(camera_keys, columns, image_size=image_size, tolerance_s=0.5 / meta.fps)
-    return LeRobotDatasource([meta], features=features, reading=Reading(check_files=False))
+    return LeRobotDatasource([meta], known, features, reading=Reading(check_files=False))
+
+
+def first_positions(meta: DatasetMetadata) -> np.ndarray:
+    """Return the position in `open_source` at which the rows of each known episode begin, int64 (E,)."""
+    length = meta.episode_length * np.isin(meta.episode_index, known_episodes(meta))
+    return np.cumsum(length) - length
 
 
 def _shown_size(feature: Feature) -> tuple[int, int] | None:

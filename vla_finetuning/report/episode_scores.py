@@ -12,9 +12,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from vla_finetuning.data.dataset import known_episodes
 from vla_finetuning.data.idle import STILL, idle_frames, value_range, value_span
 from vla_finetuning.data.metadata import DatasetMetadata
-from vla_finetuning.report.dataset_look import ACTION, MOMENTS, STATE, camera_findings, open_source, vector_keys
+from vla_finetuning.report.dataset_look import (
+    ACTION,
+    MOMENTS,
+    STATE,
+    camera_findings,
+    first_positions,
+    open_source,
+    vector_keys,
+)
 
 # Thresholds of reasons: share of idle frames; share of frames with an action at the end of its range; jerk, or distance
 # of action and next state, as a multiple of the median episode.
@@ -62,9 +71,9 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
     alike = len(keys) == 2 and bool(names[0]) and names[0] == names[1]
     cameras = [key for key in meta.camera_keys if not meta.features[key].is_depth]
     source, sources = open_source(meta, []), {key: open_source(meta, [key]) for key in cameras}
-    scores, at_end, digests = [], [], dict[bytes, int]()
-    for episode in range(meta.num_episodes) if read is None else read:
-        first, frames = int(meta.episode_start[episode]), int(meta.episode_length[episode])
+    scores, at_end, digests, starts = [], [], dict[bytes, int](), first_positions(meta)
+    for episode in known_episodes(meta).tolist() if read is None else read:
+        first, frames = int(starts[episode]), int(meta.episode_length[episode])
         (batch,) = source.read_rows(range(first, first + frames), frames)
         values = {key: batch[key].astype(np.float64).reshape(frames, -1) for key in keys}
         action = values[ACTION]

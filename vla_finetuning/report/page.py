@@ -368,7 +368,7 @@ def _skipped(output_dir: Path) -> dict[str, Any] | None:
 
 def _draw_look(look: Look) -> dict[str, Any]:
     meta = look.meta
-    lengths_s = meta.episode_length / meta.fps
+    lengths_s = meta.episode_length[meta.episode_length > 0] / meta.fps
     curves = []
     for key, values in look.curves.items():
         names, label = dimension_names(meta, key), f"{key} over time in episode {look.shown}:"
@@ -385,7 +385,7 @@ def _draw_look(look: Look) -> dict[str, Any]:
             ranges[key] = figures.to_svg(chart, f"Normalisation ranges of {key}; the table has the numbers")
     histogram = figures.histogram(lengths_s, xlabel="length of the episode / s", ylabel="episodes")
     label = (
-        f"Histogram of episode lengths: {meta.num_episodes} episodes from {_number(lengths_s.min())} to "
+        f"Histogram of episode lengths: {meta.total_episodes} episodes from {_number(lengths_s.min())} to "
         f"{_number(lengths_s.max())} s, half of them longer than {_number(float(np.median(lengths_s)))} s"
     )
     return {

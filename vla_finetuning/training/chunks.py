@@ -12,6 +12,7 @@ from lerobot.utils.constants import ACTION
 
 from lerobot_datasource import LeRobotDatasource, read_source
 from vla_finetuning.columns import IS_SKIPPED, ROBOT
+from vla_finetuning.data.dataset import known_episodes
 from vla_finetuning.data.metadata import DatasetMetadata, dimension_names
 from vla_finetuning.data.options import Features, Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
@@ -79,8 +80,9 @@ def describe_tokens_of(meta: DatasetMetadata, name: str, chunk_size: int) -> lis
     """Return lines on tokens of a few episodes of a dataset, by the tokenizer `name` (--train.action_tokenizer)."""
     windows = {ACTION: [step / meta.fps for step in range(chunk_size)]}
     features = Features(camera_keys=[], columns=[ACTION], delta_timestamps=windows)
-    some = [evenly_spaced(meta.num_episodes, LOOK_EPISODES)]
-    source = LeRobotDatasource([meta], Selection(episodes=some), features, reading=Reading(check_files=False))
+    known = known_episodes(meta)
+    some = Selection(episodes=[known[evenly_spaced(len(known), LOOK_EPISODES)]])
+    source = LeRobotDatasource([meta], some, features, reading=Reading(check_files=False))
     positions = evenly_spaced(source.plan.rows_per_epoch, LOOK_ROWS)
     (batch,) = source.read_rows(positions.tolist(), len(positions))
     names, width = tuple(dimension_names(meta, ACTION)), batch[ACTION].shape[-1]
