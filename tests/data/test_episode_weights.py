@@ -115,6 +115,7 @@ def test_columns_that_cannot_be_meant(metas, column, message):
             '{"1": "2"}',
             "column weight is of type string; .*takes a .csv or .parquet with the columns",
         ),
+        ("w.json", json.dumps(dict.fromkeys(range(6), 1e-4)), "0.0001 on average, .*: multiply them by 1e.04"),
         ("w.json", '{"one": 2}', "invalid literal"),
         ("w.json", f'{{"1": {10**20}}}', "too large .*takes a .csv"),
         ("w.json", "[1, 2]", "found a list"),
@@ -125,7 +126,7 @@ def test_columns_that_cannot_be_meant(metas, column, message):
         ("w.csv", "episode,weight\n1,1\n", r"found the columns \['episode', 'weight'\]"),
         ("w.csv", "episode_index,weight\n1,good\n", "column weight is of type string"),
         ("w.csv", "episode_index,weight\n1.5,1\n", "an episode_index is no whole number"),
-        ("w.txt", "", "its name does not say what it is"),
+        ("w.txt", "", "unknown file type: expected .csv, .parquet or .json"),
         ("w.parquet", "no", "cannot be read as a parquet file"),
     ],
 )

@@ -303,7 +303,7 @@ def test_objects_that_are_not_there_as_they_were_at_the_start(damaged, bucket, l
             expected, message = FileNotFoundError, "is missing; copy it again"
         else:
             bucket.put_object(**key, Body=bytes((local / file).stat().st_size))
-            expected, message = StorageError, "changed since this run looked which files there are"
+            expected, message = StorageError, "the file changed after this run had listed the dataset"
         with pytest.raises(expected, match=f"{re.escape(url)}: {file}.*{message}"):
             read_directly(source)
 

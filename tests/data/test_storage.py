@@ -124,7 +124,7 @@ def test_a_file_that_shrinks_while_it_is_read():
         file.read(1)
         bucket.put("shrinking", DATA[:-1])
         file.seek(-1, os.SEEK_END)
-        with pytest.raises(StorageError, match="changed since this run looked"):
+        with pytest.raises(StorageError, match="the file changed after this run had listed"):
             file.read()
     with RemoteFileSystem(bucket, StoragePolicy()).open("memory/shrinking") as file:
         file.read(1)

@@ -18,8 +18,10 @@ from vla_finetuning.data.metadata_v3 import episode_files
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 
 FLAG = "--dataset.episode_weights"
-# Largest weight, the number of times that an epoch repeats an episode. Only the ratios of weights matter.
+# Largest weight, the number of times that an epoch repeats an episode.
 MAX_WEIGHT = 1000.0
+# Smallest mean of the weights that are not 0: probabilities would make epochs of one episode.
+MIN_MEAN_WEIGHT = 0.01
 
 
 def _forms(flag: str, column: str) -> str:
@@ -42,16 +44,22 @@ def episode_weights(
         named: function that normalises a root in the file to the form of `roots`.
     """
     if not source.startswith("@"):
-        return [
+        weights = [
             _checked(_read_column(meta, source), f"dataset {meta.root}: {source} in meta/episodes") for meta in metas
         ]
-    path = Path(source.removeprefix("@")).expanduser()
-    weights = []
-    by_dataset = episode_values(path, metas, roots, "weight", FLAG, named)
-    for root, meta, (number, value) in zip(roots, metas, by_dataset, strict=True):
-        weight = np.ones(meta.num_episodes)
-        weight[number] = value
-        weights.append(_checked(weight, f"{path}: {root}"))
+    else:
+        path, weights = Path(source.removeprefix("@")).expanduser(), []
+        by_dataset = episode_values(path, metas, roots, "weight", FLAG, named)
+        for root, meta, (number, value) in zip(roots, metas, by_dataset, strict=True):
+            weight = np.ones(meta.num_episodes)
+            weight[number] = value
+            weights.append(_checked(weight, f"{path}: {root}"))
+    used = np.concatenate([weight[weight > 0] for weight in weights])
+    if len(used) and used.mean() < MIN_MEAN_WEIGHT:
+        raise ValueError(
+            f"{FLAG}={source}: the weights are {used.mean():.2g} on average, and a weight is the number of times that "
+            f"an epoch repeats an episode: multiply them by {1 / used.mean():.3g}"
+        )
     return weights
 
 
@@ -156,7 +164,7 @@ def _read_table(path: Path, column: str) -> pa.Table:
             columns = [name for name in ("episode_index", column, "dataset") if name in file.schema_arrow.names]
             return read_columns(file, columns, Budget("episodes", MAX_EPISODES_BYTES))
     if path.suffix != ".json":
-        raise ValueError("its name does not say what it is")
+        raise ValueError("unknown file type: expected .csv, .parquet or .json")
     content = json.loads(path.read_text())
     if not isinstance(content, Mapping):
         raise ValueError(f"found a {type(content).__name__}")

@@ -58,7 +58,7 @@ def check_still_there(fs: fsspec.AbstractFileSystem, root: str, paths: Sequence[
         if not present:
             raise StorageError(
                 f"{root}: {folder} is gone, or empty: the dataset was moved, its drive is not mounted, or this node "
-                "never had it; have it there again, on every node, and go on with --resume"
+                "never had it; restore it on every node, then continue with --resume"
             )
 
 
@@ -127,12 +127,12 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         key = self._key(path)
-        try:
-            return _info(path, self.store.head(key))
-        except FileNotFoundError:
-            if not any(self.store.names(key)):
-                raise
-            return {"name": path, "size": 0, "type": "directory"}
+        with contextlib.suppress(FileNotFoundError):
+            if key:  # without one, stores answer for the bucket
+                return _info(path, self.store.head(key))
+        if not any(self.store.names(key)):
+            raise FileNotFoundError(path)
+        return {"name": path, "size": 0, "type": "directory"}
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
         folders, objects = self.store.names(self._key(path))
@@ -161,8 +161,8 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
             return self.store.range(self._key(path), start, end, content.tag)
         except ChangedError as error:
             raise StorageError(
-                "changed since this run looked which files there are; datasets must not be written to while they are "
-                "read: go on with --resume when it is whole"
+                "the file changed after this run had listed the dataset; datasets must not be written to while they "
+                "are read: continue with --resume when it is whole"
             ) from error
 
     def invalidate_cache(self, path: str | None = None) -> None:
@@ -352,8 +352,8 @@ def _blocks_cache(fs: RemoteFileSystem, path: str, identity: str) -> CachedBlock
     cache = disk_cache(
         Path(fs.policy.cache_dir),
         int(fs.policy.cache_size_gb * 1e9),
-        "what is not cached there is read from the store each time: choose another --dataset.cache_dir, or raise "
-        "VLA_CACHE_GB",
+        "blocks that are not cached are fetched from the store every time: choose another --dataset.cache_dir, or "
+        "raise VLA_CACHE_GB",
     )
     folder = cache.content(fs.root, path, f"{identity}\0{BLOCK_BYTES}")
     return None if folder is None else (cache, folder)
