@@ -167,7 +167,7 @@ def test_workers_get_their_blocks_whatever_prepare_adds_to_a_row(ray_cluster, tm
         assert len(batches) == last // block // world
         for batch in batches:
             np.testing.assert_array_equal(batch[TOP], rows[TOP][batch["position"]])
-    advised = "A run that is started with --dataset.shards=2 finds all"
+    advised = "start the run with --dataset.shards=2 to find all"
     assert sum(advised in message for message in caplog.messages) == 1
 
 

@@ -23,8 +23,8 @@ def flops_per_sample(
     prompt: int | None = None,
     adapters: PeftOptions | None = None,
     features: bool = False,
-) -> int | None:
-    """Count the floating point operations of one sample's forward and backward through its loss.
+) -> int:
+    """Count the floating point operations of one sample's forward and backward, for a family with `from_config`.
 
     Runs the step on meta tensors under torch's `FlopCounterMode`, which counts multiplications and additions of matrix
     products, convolutions and attention. Recomputation for gradient checkpointing is not counted.
@@ -32,12 +32,8 @@ def flops_per_sample(
     Args:
         prompt: language tokens, padding included; None: `tokenizer_max_length` of the configuration.
         features: whether vision features are cached, so that the vision tower does not run.
-    Returns:
-        The count, or None for a policy that cannot be built from its configuration alone.
     """
     family = family_of(config)
-    if not family.from_config:
-        return None
     config = family.with_cameras(config, cameras, prompt)
     counted = meta_policy(config)
     choose_trainable(counted, mode, adapters)
@@ -64,12 +60,7 @@ def flops_by_prompt(
     Counts three lengths and interpolates the others. The count is a quadratic polynomial of the length: linear layers
     are proportional to the number of tokens, attention to a product of two numbers of tokens.
     """
-
-    def count(prompt: int) -> int:
-        flops = flops_per_sample(config, cameras, mode, draws, prompt, adapters, features)
-        assert flops is not None
-        return flops
-
-    counted = {prompt: count(prompt) for prompt in sorted({prompts[0], prompts[len(prompts) // 2], prompts[-1]})}
+    some = sorted({prompts[0], prompts[len(prompts) // 2], prompts[-1]})
+    counted = {n: flops_per_sample(config, cameras, mode, draws, n, adapters, features) for n in some}
     polynomial = Polynomial.fit(list(counted), list(counted.values()), len(counted) - 1)
     return {prompt: round(float(polynomial(prompt))) for prompt in prompts}

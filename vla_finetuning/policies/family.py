@@ -215,9 +215,8 @@ class Family:
         train_options: those of `LOSS_OPTIONS` (--train.*) that the loss supports.
         ignored_options: options of the policy without effect here, each with a description of its replacement.
         row_losses: whether the loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
-        flow: whether the loss is a `flow.FlowLoss`, which gives action chunks a probability.
-        delays: whether the policy can train with the option MAX_DELAY, on chunks whose first actions are given.
-        writes: whether the loss can `write` texts, as `pi05.PI05Loss` does.
+        flow: whether the loss is a `pi05.PI05Loss`, which gives action chunks a probability, trains with the option
+            MAX_DELAY on chunks whose first actions are given, and can `write` texts.
         masks_cameras: whether the policy runs without some of its cameras.
         sorts_cameras: whether the policy takes cameras in alphabetical order, whatever their configured order.
         any_inputs: whether the policy plays with any subset of its cameras and pads or cuts a state of any length.
@@ -247,8 +246,6 @@ class Family:
     ignored_options: ClassVar[Mapping[str, str]] = {}
     row_losses: ClassVar[bool] = False
     flow: ClassVar[bool] = False
-    delays: ClassVar[bool] = False
-    writes: ClassVar[bool] = False
     masks_cameras: ClassVar[bool] = False
     sorts_cameras: ClassVar[bool] = False
     any_inputs: ClassVar[bool] = False

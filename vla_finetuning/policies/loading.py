@@ -37,6 +37,8 @@ MAX_HEADER_BYTES = 8 * 2**20
 # Fields of a saved configuration that describe the base's origin and publication, not the policy trained from it.
 # `license` is kept: it also applies to derived policies.
 ORIGIN_FIELDS = ("pretrained_path", "pretrained_revision", "push_to_hub", "repo_id", "private", "tags")
+# Converts a policy from before LeRobot's processors.
+MIGRATE = "python -m lerobot.processor.migrate_policy_normalization"
 PRETRAINED_FILES = ["*.json", "*.safetensors", "*.model"]
 
 
@@ -62,7 +64,7 @@ def make_policy_config(
     find_type(policy_type)
     cls, saved = PreTrainedConfig.get_choice_class(policy_type), {**(saved or {}), "device": "cpu"}
     max_delay = None
-    if family_of_class(cls, policy_type).delays and MAX_DELAY not in {field.name for field in dataclasses.fields(cls)}:
+    if family_of_class(cls, policy_type).flow and MAX_DELAY not in {field.name for field in dataclasses.fields(cls)}:
         max_delay = str(saved.pop(MAX_DELAY, 0))
         for option in [option for option in options if option.startswith(f"--{MAX_DELAY}=")]:
             max_delay = option.partition("=")[2]
@@ -286,11 +288,5 @@ def _explain_names(folder: Path, names: Sequence[str]) -> None:
     if old := [name for name in names if name.removeprefix("model.").startswith(prefixes)]:
         raise ValueError(
             f"the weights in {folder} have normalisation inside of the policy ({old[0]}), as LeRobot saved it before "
-            f"processors: {migration(folder)}"
+            f"processors: {MIGRATE} --pretrained-path {folder} --output-dir {folder.name}_migrated; give that folder"
         )
-
-
-def migration(folder: Path) -> str:
-    """Return LeRobot's command that converts a policy from before processors."""
-    command = "python -m lerobot.processor.migrate_policy_normalization"
-    return f"{command} --pretrained-path {folder} --output-dir {folder.name}_migrated; then give that folder"

@@ -29,10 +29,7 @@ def own_camera_names(config: PreTrainedConfig, rename_map: Mapping[str, str]) ->
         return names, f"{', '.join(duplicates)} is also the name of another camera of the policy"
     cameras = sorted(config.image_features)
     if family_of(config).sorts_cameras and sorted(cameras, key=lambda key: names.get(key, key)) != cameras:
-        return (
-            names,
-            f"a '{config.type}' orders its cameras by name, and the robot's names would order them differently",
-        )
+        return names, f"a '{config.type}' orders cameras by name, and the robot's names would order them differently"
     return names, ""
 
 

@@ -29,7 +29,7 @@ from transformers.utils import cached_file
 from vla_finetuning.data.hub import require_model
 from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.recap import ADVANTAGE
-from vla_finetuning.policies.loading import check_header, migration
+from vla_finetuning.policies.loading import MIGRATE, check_header
 from vla_finetuning.policies.processors import EMPTY_CAMERA, TOKENIZER_FOLDER, Stats, normalization_mode, required_stats
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
@@ -216,7 +216,7 @@ def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, 
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{folder} has no {file.name}: a policy needs both files of the processors that it was trained with; "
-                f"weights from before LeRobot's processors are converted by {migration(folder)}"
+                f"weights from before LeRobot's processors are converted by {MIGRATE} --pretrained-path {folder}"
             ) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(

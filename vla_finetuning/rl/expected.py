@@ -6,7 +6,6 @@ import contextlib
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import cast
 
 import gymnasium
 import numpy as np
@@ -90,7 +89,7 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
         "process)"
     ]
     # `flops_per_sample` of "full" is a forward and a backward pass, which is twice the forward.
-    forward = cast(int, flops_per_sample(policy.config, policy.cameras, "full", g.flow_steps, policy.prompts[-1])) / 3
+    forward = flops_per_sample(policy.config, policy.cameras, "full", g.flow_steps, policy.prompts[-1]) / 3
     acting, scoring = decisions * forward, decisions * forward * objective_class(g.method).scores
     updating = g.epochs * decisions * policy.flops_by_prompt[policy.prompts[-1]]
     counted = f"acting {acting / 1e12:,.1f} TFLOP, updates at most {(scoring + updating) / 1e12:,.1f} per worker"

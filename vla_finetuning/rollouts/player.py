@@ -435,7 +435,7 @@ def check_advantage(config: PreTrainedConfig, advantage: str | None, guidance: f
 
 def check_writes(folder: Path, config: PreTrainedConfig, subtask: bool) -> None:
     """Raise ValueError if texts are requested from a policy that has not learned to write any."""
-    if subtask and not (family_of(config).writes and read_json(folder / ROBOT_NAME).get(WRITES)):
+    if subtask and not (family_of(config).flow and read_json(folder / ROBOT_NAME).get(WRITES)):
         raise ValueError(
             f"--policy.subtask: policy {folder} has not learned to write texts: leave it out, or give one that was "
             "trained with --train.text_targets"

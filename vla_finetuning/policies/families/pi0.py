@@ -55,7 +55,7 @@ class PI0(PI05):
     heads = ("action_in_proj", "action_out_proj", "action_time_mlp_in", "action_time_mlp_out", "state_proj")
     before_actions = 1
     # Chunk likelihoods, values and guidance would also need the state as an input.
-    flow = delays = writes = False
+    flow = False
     train_options = PI05.train_options - {"knowledge_insulation"}
 
     def empty_inputs(

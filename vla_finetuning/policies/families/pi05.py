@@ -407,7 +407,7 @@ class PI05(Family):
         "compile_mode": "--train.compile",
         "gradient_checkpointing": "--train.activation_checkpointing",
     }
-    row_losses = flow = delays = writes = masks_cameras = fits_images = from_config = True
+    row_losses = flow = masks_cameras = fits_images = from_config = True
     # Modules of the part "heads"; number of suffix tokens before the actions.
     heads: ClassVar[tuple[str, ...]] = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
     before_actions: ClassVar[int] = 0
