@@ -172,7 +172,7 @@ TWO_ROBOTS = '{"/a": {"robot": "x"}, "/b": {"robot": "y"}}'
         (parse_evaluate, GRPO[1:], "which policy[?] give --policy.path FOLDER_OR_HUB_ID$"),
         (parse_evaluate, GRPO[:2], "where to[?] give --output_dir FOLDER or .*; given again, it goes on there"),
         (parse_evaluate, [*GRPO, "--eval.record_dataset=s3://b/x"], "--eval.record_dataset=s3://b/x: .* to a disk"),
-        (parse_record, ["--env.type=metaworld"], "what and where to"),
+        (parse_record, ["--env.type=metaworld"], "--env.type and --root are required"),
         (parse_record, ["--env.type=metaworld", "--root=s3://b/x"], "--root=s3://b/x: datasets are written to a disk"),
         (parse_value, [DATA[0], DATA[2]], "a value function sees with a policy.s model"),
         (parse_value, [*DATA, "--train.mode=full"], "--train.mode=full: --value.backbone says what trains"),
@@ -273,8 +273,25 @@ def test_a_job_that_is_retried_goes_on_where_there_is_a_run(tmp_path):
     assert not parse_args([f"--config_path={tmp_path / CONFIG_NAME}", f"--output_dir={tmp_path / 'other'}"]).resume
     with pytest.raises(ValueError, match="--resume=maybe: expected true, false or auto"):
         parse_args([*flags, "--resume=maybe"])
-    with pytest.raises(FileNotFoundError, match="holds no run; start one without --resume"):
+    with pytest.raises(FileNotFoundError, match="holds no run; leave --resume out to start one"):
         parse_args([f"--output_dir={tmp_path / 'other'}", "--resume"])
+
+
+def test_one_flag_replaces_what_a_preset_or_another_run_says_of_it(tmp_path):
+    demo = ["--preset=demo", *DATA[:2], "--optimizer.lr=1e-4", "--scheduler.num_warmup_steps=10"]
+    config = parse_args(demo)
+    assert (config.lr, config.warmup_frac, config.optimizer_options) == (None, None, ["--lr=1e-4"])
+    hub = ["--dataset.repo_id=a/b", "--dataset.revision=c1", "--policy.path=a/p", "--policy.pretrained_revision=c2"]
+    saved = parse_args([*hub, "--num_epochs=3", f"--output_dir={tmp_path}"])
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(saved.to_json()))
+    go_on = [f"--config_path={tmp_path / CONFIG_NAME}", "--output_dir=/o"]
+    new = parse_args([*go_on, "--policy.path=/p", "--dataset.root=/d", "--preset=h100"])
+    assert (new.policy_path, new.policy_revision, new.num_epochs, new.steps) == ("/p", None, None, 30_000)
+    assert (new.dataset.root, new.dataset.repo_id, new.dataset.revision) == ("/d", None, None)
+    assert parse_args([*go_on, "--dataset.repo_id=a/c"]).dataset.revision is None
+    assert parse_args([*go_on, "--policy.type=act"]).policy_path is None
+    resumed = parse_args(["--resume", f"--output_dir={tmp_path}", *hub[:1], *hub[2:3], "--steps=9"])
+    assert (resumed.policy_revision, resumed.dataset.revision, resumed.num_epochs) == ("c2", "c1", None)
 
 
 def test_steps_from_epochs_and_the_smoke_cap(monkeypatch):
@@ -285,6 +302,8 @@ def test_steps_from_epochs_and_the_smoke_cap(monkeypatch):
     assert Config(steps=7).resolve_steps(100) == 7
     monkeypatch.setenv("MAX_TRAIN_STEPS", "3")
     assert config.resolve_steps(100) == 3 and Config(steps=2).resolve_steps(100) == 2
+    monkeypatch.setenv("MAX_TRAIN_STEPS", "")
+    assert config.resolve_steps(100) == 25
     monkeypatch.setenv("MAX_TRAIN_STEPS", "lots")
     with pytest.raises(ValueError, match="MAX_TRAIN_STEPS='lots'"):
         config.resolve_steps(100)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,17 @@ from vla_finetuning.options.programs import (
 )
 from vla_finetuning.terminal import print_safe_text
 
+# Flags for one setting: each replaces the preset's or the saved values of the others.
+REPLACES = {
+    "steps": ["num_epochs"],
+    "num_epochs": ["steps"],
+    "optimizer.lr": ["lr"],
+    "scheduler.*": ["warmup_frac", "final_lr_frac"],
+}
+# The same for a new run with the options of another one; a resumed run keeps its policy and data.
+POLICY = ["policy.path", "policy.type", "policy.pretrained_revision"]
+DATA = ["dataset.root", "dataset.repo_id", "dataset.mixture", "dataset.revision"]
+SOURCES = {"policy.path": POLICY, "policy.type": POLICY} | dict.fromkeys(DATA[:3], DATA)
 # Flags that set two options.
 PAIRS = {"scaling.num_workers": "scaling.min_workers", "keep_best": "keep_best_by"}
 CONFIG_PATH = Option(
@@ -46,7 +57,8 @@ CONFIG_PATH = Option(
     path="config_path",
     annotation=str | None,
     default=None,
-    help="A run's config.json, whose options come before the preset's and those given.",
+    help="A run's config.json, whose options come before the preset's and those given. It holds what that run's plan "
+    "decided, as its statistics, image size and precision: give a flag, with auto, to decide it anew.",
     form="a file",
     section="The run and its folder",
 )
@@ -181,24 +193,24 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
         config_path, preset = str(saved), None
         if not saved.is_file():
             raise FileNotFoundError(
-                f"--resume: {saved} does not exist, so {saved.parent} holds no run; start one without --resume, or let "
-                "--resume auto see"
+                f"--resume: {saved} does not exist, so {saved.parent} holds no run; leave --resume out to start "
+                "one, or give --resume auto"
             )
     defaults = dict(presets.get(preset or "", {}))
     # As in lerobot-train, any option of adapters enables LoRA, and any option of row weights enables RA-BC.
     for option, value in (("peft.method_type", "lora"), ("sample_weighting.type", "rabc"), ("ema.enable", "true")):
         if option not in names and any(name.startswith(f"{option.partition('.')[0]}.") for name in names):
             defaults[option] = value
-    # Either flag sets the length and replaces the preset's or the saved value of the other.
-    for chosen, other in (("steps", "num_epochs"), ("num_epochs", "steps")):
-        if chosen in names and other not in names:
-            defaults[other] = "null"
+    defaults = {name: text for name, text in defaults.items() if name not in _replaced(names, resumed)}
     own_data = {"dataset.root", "dataset.repo_id", "dataset.mixture"} & names.keys()
     if preset == "demo" and program.config_type is Config and own_data:
         defaults["steps"] = "null"  # the size of the dataset sets the length of a rehearsal
     config = program.config_type()
+    replaced = {flags[name].path for name in _replaced([*defaults, *names], resumed) if name in flags}
+    if not resumed:
+        replaced.add("dataset.shard_rows")  # which the plan of another run decides anew
     for path, value in _saved_options(as_file(config_path), program.config_type) if config_path else ():
-        if resumed or path != "dataset.shard_rows":  # which the plan of another run decides anew
+        if path not in replaced:
             set_option(config, path, value)
     started: Any = config
     if resumed and names.get("preset", started.preset) != started.preset:
@@ -222,6 +234,18 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
         if isinstance(mixture, str) and mixture.startswith("@"):
             config.dataset.mixture = read_mixture(mixture[1:])  # the file's present content, for a resumed run too
     return config
+
+
+def _replaced(given: Iterable[str], resumed: bool) -> set[str]:
+    """Return the flags whose preset's or saved values flags that are `given` replace."""
+    rules = REPLACES if resumed else REPLACES | SOURCES
+    return {
+        other
+        for name in given
+        for rule, others in rules.items()
+        if name == rule or (rule.endswith("*") and name.startswith(rule[:-1]))
+        for other in others
+    }
 
 
 def _values(name: str, text: str, flags: Mapping[str, Option], config_type: type) -> Iterator[tuple[str, Any]]:

@@ -121,7 +121,9 @@ class RecordConfig(EnvironmentOptions):
 
     def check(self, config: Any) -> None:
         if self.env_type is None or self.root is None:
-            raise ValueError("what and where to? give --env.type metaworld --env.task reach-v3 --root FOLDER")
+            raise ValueError(
+                "--env.type and --root are required, as --env.type metaworld --env.task reach-v3 --root FOLDER"
+            )
         check_recorded(self.root, "--root")
         if self.seed > MAX_SEED - self.episodes:
             raise ValueError(f"--seed={self.seed}: must be at most {MAX_SEED - self.episodes}, for as many episodes")
@@ -198,8 +200,7 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
             steps = max(least, min(most, math.ceil(REHEARSAL_EPOCHS * rows_per_epoch / self.global_batch_size)))
         else:
             steps = math.ceil((self.num_epochs or 1.0) * rows_per_epoch / self.global_batch_size)
-        cap = os.environ.get("MAX_TRAIN_STEPS")
-        if cap is not None:
+        if cap := os.environ.get("MAX_TRAIN_STEPS"):
             if not cap.isdigit() or int(cap) < 1:
                 raise ValueError(f"MAX_TRAIN_STEPS={cap!r} in the environment: expected a positive number")
             steps = min(steps, int(cap))
@@ -233,7 +234,7 @@ class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyO
         The environment is left out, because the workers evaluate by themselves (--grpo.eval_every).
         """
         shared = _shared(self, CheckpointOptions, LearningOptions, PolicyOptions, JobOptions)
-        return Config(**shared, scaling=ScalingOptions(**vars(self.scaling)), eval=self.eval)
+        return Config(**shared, scaling=ScalingOptions(**vars(self.scaling), cpus_per_read_task=0), eval=self.eval)
 
 
 @dataclass

@@ -38,7 +38,7 @@ class RecapOptions:
         """Return the plan's lines on labels."""
         return [
             f"Advantages   in prompts, of {self.labels}: {positive_share:.0%} of the training frames positive; "
-            f"{LABEL_DROPOUT:.0%} of the rows without"
+            f"{LABEL_DROPOUT:.0%} of the rows get no label"
         ]
 
 
