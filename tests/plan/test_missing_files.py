@@ -107,7 +107,15 @@ def test_a_camera_without_files_is_named(setting, root):
         assert f"whose files are there: --dataset.camera_keys={TOP}" in message
         assert ("is for folders that lack some files" in message) == bool(more)
     shutil.rmtree(root / "data")
-    assert "train on another: every episode needs such files" in refused(argv, resolved)[0]
+    assert "use another dataset: every episode needs such files" in refused(argv, resolved)[0]
+
+
+def test_files_of_cameras_that_no_member_of_a_mixture_chooses_are_not_needed(setting, tmp_path):
+    root = shutil.copytree(setting[1], tmp_path / "one")
+    shutil.rmtree(root / "videos" / WRIST)
+    mixture = {str(root): {"camera_keys": [TOP]}}
+    argv = ["--policy.type=act", f"--output_dir={tmp_path / 'out'}", f"--dataset.mixture={json.dumps(mixture)}"]
+    assert examine(parse_args(argv)).datasets
 
 
 @pytest.fixture

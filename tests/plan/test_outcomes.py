@@ -108,3 +108,6 @@ def test_what_cannot_be_read_is_named(meta, tmp_path, success, said):
     (tmp_path / "text.json").write_text(json.dumps({"0": "yes"}))
     with pytest.raises((ValueError, FileNotFoundError), match=said):
         episode_success(OutcomeOptions(success=success.format(tmp=tmp_path)), [meta], [ALL], ["a"])
+    text = replace(meta, features={**meta.features, "text": replace(meta.features["next.done"], dtype="string")})
+    with pytest.raises(ValueError, match="text is string .*expected one number"):
+        episode_success(OutcomeOptions(success="text"), [text], [ALL], ["a"])

@@ -80,10 +80,10 @@ def test_frames_are_kept_by_themselves_where_they_are_read_again_and_fit(setting
     assert "at most 20 GB per node, and 20 GB more for encoded images" in text
     assert f"decoded once: 0.0 GB of frames are cached in {tmp_path / 'frames'}, on every node" in text
     where, text = kept(once)
-    assert where is None and "none are read twice" in text
+    assert where is None and "the run reads each frame once" in text
     monkeypatch.setenv("VLA_CACHE_GB", str(size / 1e9 * 0.99))
     where, text = kept(again)
-    assert where is None and "decoded in every epoch" in text and "fits the disk" in text
+    assert where is None and "decoded in every epoch" in text and "the free space of" in text
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     assert has_capacity(tmp_path / "no/such/folder", 10**6) and not has_capacity(tmp_path, free)
     assert "decoded once" not in describe(plan(setting, again))
@@ -293,6 +293,8 @@ def test_a_dataset_that_is_named_twice(setting, monkeypatch):
     monkeypatch.chdir(setting[0])
     with pytest.raises(ValueError, match="--dataset.mixture names a dataset twice"):
         plan(setting, mixture_flag({setting[1]: 1, "dataset": 2}), root=False)
+    with pytest.raises(ValueError, match="--dataset.root names a dataset twice"):
+        plan(setting, f"--dataset.root={setting[1]},dataset", root=False)
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +360,9 @@ def test_dimensions_come_in_the_first_datasets_order(setting, second, tmp_path):
     root = setting[1]
     shuffled = changed(second, tmp_path / "shuffled", reordered(["motor_2", "motor_0", "motor_1"]), order=[2, 0, 1])
     other = changed(second, tmp_path / "other", reordered(["c", "a", "b"]), order=[2, 0, 1])
-    with pytest.raises(ValueError, match=r"dimensions of 'action' otherwise: \['motor_0'.*\['c', 'a', 'b'\]") as error:
+    with pytest.raises(
+        ValueError, match=r"dimensions of 'action' differently: \['motor_0'.*\['c', 'a', 'b'\]"
+    ) as error:
         plan(setting, f"--dataset.root={root},{other}", root=False)
     suggested = json.loads(str(error.value).split("--dataset.dimension_map='")[1].split("'")[0])
     assert suggested == {"action": {"c": "motor_0", "a": "motor_1", "b": "motor_2"}}  # if they were in this order
@@ -528,8 +532,11 @@ def test_a_rehearsal_on_a_few_episodes(tmp_path):
     assert [len(run.rows.train_episodes[0]), len(run.rows.eval_episodes[0])] == [2, 1]
     assert run.config.global_batch_size <= run.rows.per_epoch
     plan = describe(run)
-    assert "1 of 3 episodes held out, of the largest task; no task has 5" in plan
+    assert f"{tmp_path / 'small'}: 1 of 3 episodes held out, of the largest task; no task has 5" in plan
     assert f"--batch_size is {run.config.batch_size} instead of the preset's 32" in plan
+    argv = ["--preset=demo", f"--dataset.root={tmp_path / 'small'}", f"--output_dir={tmp_path / 'o'}"]
+    with pytest.raises(ValueError, match="--eval_steps=50: .* holds out no episode to compute a loss on"):
+        resolve(parse_args([*argv, "--dataset.episodes=0", "--eval_steps=50", "--save_freq=50"]), 0)
     with pytest.raises(ValueError, match="is more than the .* training frames"):  # what the user chose stays
         resolve(replace(run.config, batch_size=64), 0)
 

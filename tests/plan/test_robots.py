@@ -25,12 +25,13 @@ from tests.planted import Fault
 from tests.tiny_backbones import KINDS
 from util import DeviceMetrics
 from vla_finetuning.columns import ACTION_DIMS, IS_PRESENT, ROBOT
+from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.open_loop import evaluate_run
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.mixture import members, read_mixture
 from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.plan.matching import policy_data
+from vla_finetuning.plan.matching import _with_policy_names, policy_data
 from vla_finetuning.plan.record import record_run
 from vla_finetuning.plan.resolve import resolve, with_stats
 from vla_finetuning.plan.robot_facts import robot_facts
@@ -478,6 +479,14 @@ def test_members_that_do_not_go_together(folder):
             mixed(folder, mixture={"members": mixture})
     with pytest.raises(ValueError, match="robot_in_prompt=true: .* has one by name; leave it out"):
         mixed(folder, "--dataset.robot_in_prompt=true", mixture={"members": [gantry]})
+
+
+def test_a_column_of_texts_that_is_called_an_observation_stays(folder):
+    meta = load_metadata(folder / "arm")
+    text = replace(meta.features["observation.state"], key="text", dtype="string", shape=(1,), names=None)
+    meta = replace(meta, features={**meta.features, "observation.subtask": text})
+    found = _with_policy_names(meta, [TOP], {TOP: BASE}).features
+    assert "observation.subtask" in found and BASE in found and "observation.state" not in found
 
 
 def test_datasets_of_one_robot_have_one_choice_of_cameras(folder):

@@ -1,6 +1,7 @@
 """Rows weighed in the loss, against LeRobot's own weighter and step."""
 
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -78,7 +79,10 @@ def test_the_loss_of_a_batch_is_lerobots(setting, options):
     skipped = {"index": index, "is_read": np.array([True, False, True, True])}
     assert weigh_rows(skipped, run.rows.weights, 0.0)["row_weight"][1] == 0
     plan = describe(run)
-    assert f"of 60 frames {(run.rows.weights == 0).sum()} weigh 0 and {(run.rows.weights == 1).sum()} weigh 1" in plan
+    assert (
+        f"of 60 frames {(run.rows.weights == 0).sum()} have weight 0 and {(run.rows.weights == 1).sum()} weight 1"
+        in plan
+    )
 
 
 def test_a_weighted_gradient_is_lerobots():
@@ -164,6 +168,6 @@ def test_progress_that_is_no_use(setting, tmp_path):
     run = run_of(setting, "--sample_weighting.type=rabc")
     with pytest.raises(ValueError, match="needs a loss by rows, which .*pi05, .*have; the policy is of type act"):
         row_weights(run.config, run.rows.metas, SimpleNamespace(type="act"))
-    both = f"--dataset.root={setting[1]},{setting[1]}"
+    both = f"--dataset.root={setting[1]},{shutil.copytree(setting[1], tmp_path / 'other')}"
     with pytest.raises(ValueError, match="knows frames by their index in one dataset, and there are 2"):
         run_of(setting, "--sample_weighting.type=rabc", both)

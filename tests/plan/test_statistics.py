@@ -21,6 +21,7 @@ from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.plan import statistics
 from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.mixture import AGGREGATED, join_stats
 from vla_finetuning.plan.resolve import resolve, with_stats
 from vla_finetuning.plan.statistics import CONSTANT_RANGE, check_run_statistics, widen_ranges
 from vla_finetuning.policies.saving import save_pretrained
@@ -191,6 +192,13 @@ def test_several_datasets_together(setting):
     for run in (by_frames, resolve(parse_args([*flags, f"--dataset.root={root},{other}"]), gpus_found=0)):
         rows = [rows_of(meta, "action", meta.episode_index) for meta in metas]
         assert_numpys(with_stats(run).robots[0].stats["action"], np.concatenate(rows))
+
+
+def test_what_the_policy_does_not_get_need_not_agree(setting):
+    meta = load_metadata(setting[1])
+    effort = [{name: np.ones(width) for name in AGGREGATED} for width in (6, 7)]
+    metas = [replace(meta, stats={**meta.stats, "observation.effort": one}) for one in effort]
+    assert join_stats(metas, None, VECTORS).keys() == set(VECTORS)
 
 
 def test_statistics_that_one_of_two_datasets_lacks(setting, tmp_path):

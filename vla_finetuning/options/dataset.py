@@ -239,12 +239,12 @@ class DatasetOptions:
                 f"             of {size / 1e9:.1f} GB of frames, VLA_CACHE_GB={gb:g} are cached in {folder}, {nodes}"
             ]
         if not size:
-            return ["             none are cached (--dataset.frame_cache=auto): there is no camera"]
+            return ["             frames are not cached (--dataset.frame_cache=auto): there is no camera"]
         if not read_again:
-            return ["             none are cached (--dataset.frame_cache=auto): none are read twice"]
+            return ["             frames are not cached (--dataset.frame_cache=auto): the run reads each frame once"]
         return [
-            f"             decoded in every epoch: {size / 1e9:.1f} GB of frames are more than VLA_CACHE_GB={gb:g}, "
-            f"or than fits the disk of {FRAMES_DIR} with a margin, or that is memory "
+            f"             decoded in every epoch: {size / 1e9:.1f} GB of frames are more than VLA_CACHE_GB={gb:g} "
+            f"or the free space of {FRAMES_DIR}, or that folder is in memory "
             "(--dataset.frame_cache=DIR keeps what fits)"
         ]
 

@@ -47,6 +47,6 @@ class SampleWeightingOptions:
 def describe_weights(weights: Any) -> list[str]:
     """Return the plan's lines on the weights of frames, an array."""
     return [
-        f"Weighted     rows in the loss, by RA-BC: of {len(weights)} frames {(weights == 0).sum()} weigh 0 and "
-        f"{(weights == 1).sum()} weigh 1; each micro-batch for itself, as lerobot-train"
+        f"Weighted     rows in the loss, by RA-BC: of {len(weights)} frames {(weights == 0).sum()} have weight 0 and "
+        f"{(weights == 1).sum()} weight 1; normalised within each micro-batch, as lerobot-train"
     ]

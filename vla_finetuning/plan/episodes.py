@@ -59,6 +59,11 @@ def select(
         for meta, (episodes, notes), outcomes in zip(metas, candidates, success, strict=True)
     ]
     train, held_out, split_notes = zip(*splits, strict=True)
+    if config.eval_steps and not any(map(len, held_out)):
+        raise ValueError(
+            f"--eval_steps={config.eval_steps}: --dataset.eval_split={config.dataset.eval_split:g} holds out no "
+            "episode to compute a loss on; raise it, add episodes, or leave out --eval_steps"
+        )
     notes = list(itertools.chain(*split_notes))
     seconds, weights = config.dataset.skip_idle, datasets.weights
     frames, described = [], []
@@ -152,7 +157,7 @@ def _split(
             reason = f"of tasks with at least {FEW_EPISODES}; those with fewer are all trained on"
             if not large:
                 reason = f"of the largest task; no task has {FEW_EPISODES}" if groups else "since there is only one"
-            notes = [*notes, f"{count} of {len(chosen)} episodes held out, {reason}"]
+            notes = [*notes, f"{meta.root}: {count} of {len(chosen)} episodes held out, {reason}"]
     if success is None:
         held_out = sorted(e for group in groups for e in group[len(group) - math.ceil(len(group) * share) :])
     else:
@@ -174,11 +179,11 @@ def _split(
         )
     if not long_enough.all():
         shorter = len(train) - long_enough.sum()
-        notes = [*notes, f"{shorter} episodes have no more than the {dropped} last frames that are not trained on"]
+        notes = [*notes, f"{meta.root}: {shorter} episodes have no more than the {dropped} untrained last frames"]
     train = train[long_enough]
     trained = np.zeros(meta.num_episodes, bool)
     trained[train] = True
     if untrained := [task for task, group in by_task.items() if not trained[group].any()]:
         examples = ", ".join(map(repr, untrained[:3])) + " ..." * (len(untrained) > 3)
-        notes.append(f"no training episode has the task {examples}: all of its episodes are held out")
+        notes.append(f"{meta.root}: no training episode has the task {examples}: all of its episodes are held out")
     return train, np.asarray(held_out, np.int64), notes

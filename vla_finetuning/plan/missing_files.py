@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from vla_finetuning.data.dataset_files import MissingFiles, find_missing_files
-from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.datasets import Datasets
 from vla_finetuning.plan.episodes import ChosenEpisodes, exclusion
@@ -53,10 +52,11 @@ def check_files(config: Config, datasets: Datasets, chosen: ChosenEpisodes, came
     )
 
 
-def certain_cameras(config: Config, meta: DatasetMetadata) -> list[str]:
-    """Return the cameras that are decoded for any policy."""
-    if config.dataset.camera_keys is not None:
-        return config.dataset.camera_keys
+def certain_cameras(config: Config, datasets: Datasets) -> list[str]:
+    """Return the cameras that are decoded for any policy; all datasets are of one robot."""
+    meta, chosen = datasets.metas[0], datasets.members[0].camera_keys
+    if chosen is not None:
+        return chosen
     if config.policy_path:
         return [key for key in meta.camera_keys if key in config.rename_map]
     return [key for key in meta.camera_keys if not meta.features[key].is_depth]
@@ -72,7 +72,7 @@ def _remedy(
             path in meta.data_files for meta, files in zip(metas, missing, strict=True) for path in files.problems
         )
         if data or not intact:
-            return "train on another: every episode needs such files"
+            return "use another dataset: every episode needs such files"
         return f"choose cameras whose files are there: --dataset.camera_keys={shlex.quote(','.join(intact))}"
     incomplete = {number: files.episodes.tolist() for number, files in enumerate(missing) if files}
     flag = exclusion(config, datasets, incomplete)

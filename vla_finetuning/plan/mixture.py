@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from vla_finetuning.data.metadata import (
     dimension_names,
     rename_features,
     reorder_dimensions,
+    without_features,
 )
 from vla_finetuning.data.rows import row_kind
 from vla_finetuning.options.fields import did_you_mean
@@ -38,12 +39,19 @@ RANGE_FACTOR = 10
 def unify_names(
     metas: Sequence[DatasetMetadata], rename_maps: Sequence[Mapping[str, str]]
 ) -> tuple[DatasetMetadata, ...]:
-    """Rename observations of each dataset to the first dataset's names, where rename maps give both the same name."""
+    """Rename observations of each dataset to the first dataset's names, where rename maps give both the same name.
+
+    An observation that only its own dataset's map renames gets that name. One that no map renames, and whose name in
+    the first dataset is another observation's here, is dropped: the policy gets neither.
+    """
     first = {rename_maps[0].get(key, key): key for key in metas[0].features}
     renamed = []
     for meta, rename_map in zip(metas[1:], rename_maps[1:], strict=True):
-        names = {key: first.get(rename_map.get(key, key), key) for key in meta.features if key.startswith(OBS_PREFIX)}
-        renamed.append(rename_features(meta, {key: name for key, name in names.items() if key != name}))
+        targets = {key: rename_map.get(key, key) for key in meta.features if key.startswith(OBS_PREFIX)}
+        taken = {first[name] for name in targets.values() if name in first} - first.keys()
+        meta = without_features(meta, [key for key, name in targets.items() if key == name and key in taken])
+        names = {key: first.get(name, name) for key, name in targets.items()}
+        renamed.append(rename_features(meta, {key: name for key, name in names.items() if key in meta.features}))
     return metas[0], *renamed
 
 
@@ -106,9 +114,9 @@ def unify_order(
                 if sorted(mapped) != sorted(expected) or len(set(expected)) < len(expected):
                     guess = json.dumps({**names, key: dict(zip(stored, expected, strict=True))})
                     raise ValueError(
-                        f"datasets {first.root} and {meta.root} call the dimensions of {key!r} otherwise: {expected} "
-                        f"and {mapped}; if they are the same in this order, --dataset.dimension_map='{guess}', or say "
-                        "which is which"
+                        f"datasets {first.root} and {meta.root} name the dimensions of {key!r} differently: {expected} "
+                        f"and {mapped}; if they are the same in this order, --dataset.dimension_map='{guess}', "
+                        "else map each name to the first dataset's"
                     )
                 orders[key] = tuple(mapped.index(name) for name in expected)
         ordered.append(reorder_dimensions(meta, orders, first))
@@ -187,14 +195,14 @@ def check_ranges(metas: Sequence[DatasetMetadata], keys: Sequence[str]) -> None:
                 )
 
 
-def join_stats(metas: Sequence[DatasetMetadata], rows: Sequence[int] | None) -> Stats:
-    """Join the statistics of features that all datasets have, by LeRobot's `aggregate_stats`.
+def join_stats(metas: Sequence[DatasetMetadata], rows: Sequence[int] | None, keys: Iterable[str]) -> Stats:
+    """Join the statistics of those features `keys` for which all datasets have them, by LeRobot's `aggregate_stats`.
 
     `rows` is the weight of each dataset, its rows in an epoch; None to weigh by frames.
     """
     if len(metas) == 1:
         return {key: stats_in_row_order(metas[0], key) for key in metas[0].stats}
-    shared = [key for key in metas[0].stats if all(m.stats.get(key, {}).keys() >= AGGREGATED for m in metas)]
+    shared = [key for key in keys if all(m.stats.get(key, {}).keys() >= AGGREGATED for m in metas)]
     joined = [{key: stats_in_row_order(meta, key) for key in shared} for meta in metas]
     if rows is not None:
         joined = [

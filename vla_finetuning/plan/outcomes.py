@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vla_finetuning.data.episode_weights import episode_values
-from vla_finetuning.data.metadata import DatasetMetadata
+from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata
 from vla_finetuning.data.statistics import episode_arrays, in_threads
 from vla_finetuning.options.fields import did_you_mean
 from vla_finetuning.options.recap import OutcomeOptions
@@ -93,7 +93,7 @@ def _frame_values(meta: DatasetMetadata, episodes: np.ndarray, key: str, flag: s
             "a file is given as @FILE"
         )
     feature = meta.features[key]
-    if int(np.prod(feature.shape)) != 1 or np.dtype(feature.dtype).kind not in "biuf":
+    if int(np.prod(feature.shape)) != 1 or feature.dtype not in NUMERIC_DTYPES:
         raise ValueError(f"dataset {meta.root}: {flag}={key} is {feature.dtype} {feature.shape}; expected one number")
 
     def read_file(file: dict[str, Any]) -> list[tuple[int, np.ndarray]]:

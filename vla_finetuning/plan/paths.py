@@ -42,16 +42,20 @@ def _make_absolute(d: DatasetOptions) -> None:
     roots = [absolute(root) for root in d.roots]
     assert isinstance(d.mixture, dict)  # the parser of flags has read a file
     mixture = dict(zip(roots, d.mixture.values(), strict=False))
-    if len(mixture) < len(d.mixture):
-        raise ValueError(f"--dataset.mixture names a dataset twice: {list(d.mixture)}")
+    if len(set(roots)) < len(roots):
+        raise ValueError(f"--dataset.{'mixture' if mixture else 'root'} names a dataset twice: {d.roots}")
     d.root, d.mixture = None if mixture else ",".join(roots) or None, mixture
     if d.frame_cache not in (None, "", "auto"):
         d.frame_cache = absolute(d.frame_cache)
     excluded: Any = d.exclude_episodes
     if isinstance(excluded, str):  # later changes of the file do not change a resumed run
         excluded = read_choice(excluded.removeprefix("@"))
-    d.episodes, d.exclude_episodes = _by_absolute_root(d.episodes), _by_absolute_root(excluded)
+    d.episodes, d.exclude_episodes = (_by_absolute_root(choice, d.repo_id) for choice in (d.episodes, excluded))
 
 
-def _by_absolute_root(choice: Any) -> Any:
-    return {absolute(root): numbers for root, numbers in choice.items()} if isinstance(choice, Mapping) else choice
+def _by_absolute_root(choice: Any, repo_id: str | None) -> Any:
+    if not isinstance(choice, Mapping):
+        return choice
+    if list(choice) == [repo_id]:  # the only dataset
+        return choice[repo_id]
+    return {absolute(root): numbers for root, numbers in choice.items()}

@@ -23,7 +23,6 @@ from vla_finetuning.plan.statistics import (
     check_absolute_dimensions,
     compute_stats,
     normalisation_stats,
-    relative_actions,
     with_placeholders,
     with_statistics,
 )
@@ -157,8 +156,7 @@ def with_stats(run: Run) -> Run:
         if not robot.missing_stats:
             continue
         rows, match = run.rows.select_datasets(robot.datasets), robot.row_match
-        relative = relative_actions(robot.config)
-        computed, joint = compute_stats(run.config, rows, robot.missing_stats, relative, cache_dir)
+        computed, joint = compute_stats(run.config, rows, robot, cache_dir)
         options, keys = run.config.dataset, match.dataset_keys
         stats = normalisation_stats(options, robot.config, computed, match.camera_keys, keys, joint)
         robots[number] = replace(robot, stats=stats, missing_stats={})

@@ -91,7 +91,7 @@ def _decide_robot(config: Config, rows: Rows, robot: Robot) -> tuple[Robot, Mode
         missing = vectors
     stats: Stats = {}
     if not missing:
-        joint = joint_stats(config, metas, rows.identity["rows_per_source"])
+        joint = joint_stats(config, metas, rows.identity["rows_per_source"], keys)
         stats = normalisation_stats(replace(d, statistics=mode), policy_config, metas, cameras, keys, joint)
     return replace(robot, stats=stats, missing_stats=missing, statistics=tuple(lines)), mode
 
@@ -152,7 +152,7 @@ def _describe_choice(
     wrong = ", ".join(dict.fromkeys(misdescribed))
     if mode == "exact":
         if not vectors:
-            return "none of vectors are needed"
+            return "not needed: the policy normalises neither state nor actions"
         text = "computed before training, over all frames of the training episodes"
         text += " that --dataset.skip_idle leaves" * (d.skip_idle is not None)
         if d.statistics == "exact":
@@ -216,14 +216,15 @@ def movement_of(meta: DatasetMetadata, rename_map: Mapping[str, str], skip_idle:
 
 
 def compute_stats(
-    config: Config, trained: Rows, missing: Needed, relative: RelativeActions | None, cache_dir: Path
+    config: Config, trained: Rows, robot: Robot, cache_dir: Path
 ) -> tuple[tuple[DatasetMetadata, ...], Stats]:
-    """Return the metadata with missing statistics of each dataset, and the statistics of all datasets together.
+    """Return the metadata with missing statistics of each of a robot's datasets, and those of all together.
 
     With mixture_stats "weights", a dataset's weight is its number of rows in an epoch. Frames that --dataset.skip_idle
     leaves out do not count. Raises ValueError or FileNotFoundError for a data file that is missing or damaged.
     """
-    metas, rows = trained.metas, trained.identity["rows_per_source"]
+    metas, rows, keys = trained.metas, trained.identity["rows_per_source"], robot.row_match.dataset_keys
+    missing, relative = robot.missing_stats, relative_actions(robot.config)
     steps = trained.features.window_steps or (1,) * len(metas)
     if config.dataset.statistics == "lerobot":
         chosen = [np.union1d(*episodes) for episodes in zip(trained.train_episodes, trained.eval_episodes, strict=True)]
@@ -232,7 +233,7 @@ def compute_stats(
             _compute_as_lerobot(meta, episodes, missing, spec, cache_dir)
             for meta, episodes, spec in zip(metas, chosen, specs, strict=True)
         )
-        return completed, joint_stats(config, completed, rows)
+        return completed, joint_stats(config, completed, rows, keys)
     weights = [1.0] * len(metas)
     if _weighted(config):
         ranges_of_all = trained.selection.frame_ranges or ()
@@ -251,12 +252,12 @@ def compute_stats(
         replace(meta, stats={**meta.stats, **{key: _as_in_files(meta, key, values) for key, values in stats.items()}})
         for meta, stats in zip(metas, per_dataset, strict=True)
     )
-    return completed, {**joint_stats(config, metas, rows), **joint}
+    return completed, {**joint_stats(config, metas, rows, keys), **joint}
 
 
-def joint_stats(config: Config, metas: Sequence[DatasetMetadata], rows: Sequence[int]) -> Stats:
-    """Join the datasets' own statistics; `rows` are the rows of each dataset in an epoch."""
-    return join_stats(metas, rows if _weighted(config) else None)
+def joint_stats(config: Config, metas: Sequence[DatasetMetadata], rows: Sequence[int], keys: Sequence[str]) -> Stats:
+    """Join the datasets' own statistics of features `keys`; `rows` are the rows of each dataset in an epoch."""
+    return join_stats(metas, rows if _weighted(config) else None, keys)
 
 
 def _weighted(config: Config) -> bool:
@@ -438,7 +439,7 @@ def check_run_statistics(job: Job, policy: PolicySpec) -> None:
     }
     saved = read_json(path)
     if saved and latest_checkpoint(job.checkpoints_dir) is not None:
-        differ = [feature for feature in {**saved, **stats} if not _are_close(saved.get(feature), stats.get(feature))]
+        differ = [feature for feature in stats if not _are_close(saved.get(feature), stats[feature])]
         if differ:
             raise ValueError(
                 f"{path}: the run has been normalised by other statistics of {', '.join(differ)} than the datasets "
@@ -449,9 +450,9 @@ def check_run_statistics(job: Job, policy: PolicySpec) -> None:
     write_json(path, stats)
 
 
-def _are_close(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> bool:
+def _are_close(a: Mapping[str, Any] | None, b: Mapping[str, Any]) -> bool:
     """Return whether two features' statistics are equal but for rounding, as sums depend on the order of files."""
-    if a is None or b is None or a.keys() != b.keys():
+    if a is None or a.keys() != b.keys():
         return False
     pairs = [(np.asarray(a[name], np.float64), np.asarray(b[name], np.float64)) for name in a]
     return all(x.shape == y.shape and np.allclose(x, y, rtol=1e-4, atol=1e-8) for x, y in pairs)
