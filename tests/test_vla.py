@@ -173,7 +173,7 @@ def test_a_second_run_does_not_touch_the_first(setting, finished, capsys):
 def test_resuming_with_another_batch_or_other_data_is_refused(setting, finished, capsys):
     """Seen by the workers, whose message must come out."""
     assert vla.main([f"--output_dir={finished}", "--resume", "--batch_size=4"]) == 2
-    assert "is 16, but the run was started with 8" in capsys.readouterr().err
+    assert "a step has 16 rows, but the run was started with 8" in capsys.readouterr().err
     assert vla.main([f"--output_dir={finished}", "--resume", "--seed=3"]) == 2
     assert "seed: was 1000, is 3" in capsys.readouterr().err
 

@@ -16,7 +16,7 @@ from ray.train import TrainingFailedError
 from vla_finetuning.buckets.mirror import address
 from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.options.command_line import Program, asks_for_help
-from vla_finetuning.plan.preflight import Examined, examine
+from vla_finetuning.plan.preflight import Examined, examine, nothing_left
 from vla_finetuning.plan.record import record_run
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.spec import PolicySpec
@@ -98,7 +98,7 @@ def run_training[R: TrainingRun](
             return None
         require_tracker(checked.config.track)
         run = resolve(checked, stack)
-        if run is None:
+        if run is None or nothing_left(run.config):  # options that `resolve` decides are those of the finished run
             return None
         config, job = run.config, run.job
         stack.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))

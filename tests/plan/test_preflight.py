@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.datasets import make_dataset
 from tests.tiny import make_base
 from vla_finetuning.buckets.mirror import remove
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.files import write_json
 from vla_finetuning.options.command_line import parse_args, parse_grpo, parse_value
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.programs import GrpoConfig
@@ -174,7 +176,7 @@ def test_answered_before_anything_heavy_is_imported(setting, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 3}, "is 3, but the run was started with 4"),
+        ({"batch_size": 3}, "a step has 3 rows, but the run was started with 4"),
         ({"steps": 1}, "2 steps are done, and --steps or MAX_TRAIN_STEPS says 1"),
         ({}, r"no space for the checkpoints \(--keep_checkpoints, "),
     ],
@@ -273,6 +275,41 @@ def test_a_policy_that_is_gone_is_not_said_to_be_there(finished, setting, tmp_pa
     assert "it is written again" in printed and "Resuming     from step 2" in printed
     shutil.rmtree(run.job.checkpoints_dir)
     assert vla.main(argv) == 2 and "no checkpoint that can be used" in capsys.readouterr().err
+
+
+def test_the_robots_of_the_run_have_a_policy_each(setting, tmp_path):
+    """Not those of its options, of which a dataset without actions may have one."""
+    arm = shutil.copytree(setting[2], tmp_path / "pretrained_model" / "arm")
+    config = SimpleNamespace(folder=tmp_path)
+    assert result_problem(config) is None
+    write_json(tmp_path / "run.json", {"robots": {"arm": {}, "gantry": {}}})
+    assert "gantry holds no policy" in result_problem(config)
+    shutil.copytree(arm, arm.with_name("gantry"))
+    assert result_problem(config) is None
+
+
+def test_a_finished_run_is_recognized_by_what_its_plan_decides(finished, tmp_path, capsys):
+    run, _ = finished
+    argv = flags((tmp_path, run.rows.metas[0].root, run.config.policy_path), output_dir=tmp_path / "run")
+    argv += ["--resume", "--dataset.statistics=auto", "--dataset.image_size=auto"]
+    assert not examine(parse_args(argv)).finished
+    capsys.readouterr()
+    assert vla.main(argv) == 0 and "nothing is left to do" in capsys.readouterr().out
+
+
+def test_episodes_of_a_dataset_on_the_hub_are_named_by_its_id():
+    config = parse_args(
+        ["--policy.path=/p", "--output_dir=/o", "--dataset.repo_id=a/b", '--dataset.episodes={"a/b": [1]}']
+    )
+    assert with_absolute_paths(config).dataset.episodes == [1]
+
+
+def test_a_run_keeps_the_choice_of_its_statistics(setting, tmp_path):
+    run = started(setting, tmp_path / "run")
+    assert run.config.dataset.statistics == "stored"
+    changed = replace(run.config, resume=True, dataset=replace(run.config.dataset, statistics="exact"))
+    with pytest.raises(ValueError, match="--dataset.statistics was stored, is exact: a run keeps its statistics"):
+        checked(changed, run.job.start, run.job.steps, run.job.disk_bytes)
 
 
 @pytest.mark.parametrize("lost", ["checkpoints", "checkpoints/step_00000002/state.json"])

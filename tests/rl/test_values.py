@@ -299,6 +299,13 @@ def test_what_the_plan_counts_is_what_is_built_and_its_rates(setting, backbone):
     assert rates == ([1.0, 0.1] if backbone == "true" else [1.0])
 
 
+def test_a_resumed_run_finds_what_its_plan_decided(setting):
+    run = resolved(setting)
+    saved = run.config.to_json()
+    assert saved["dataset"]["statistics"] == run.training.config.dataset.statistics != "auto"
+    assert saved["scaling"]["use_gpu"] is False
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -307,7 +314,7 @@ def test_what_the_plan_counts_is_what_is_built_and_its_rates(setting, backbone):
         ({"dataset.episodes": "0,2"}, "all 2 episodes succeeded, which leaves nothing to compare"),
         ({"policy.repo_id": "a/b"}, "--policy.repo_id has no effect .*; python -m vla_finetuning.run.push"),
         ({"dataset.on_error": "skip"}, "has no value, and no label"),
-        ({"dataset.eval_split": 0.3}, "eval_split=0.3 of the episodes of either outcome is less than one"),
+        ({"dataset.eval_split": 0.3}, "eval_split=0.3 holds out no episode to compute a loss on"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(setting, changes, said):

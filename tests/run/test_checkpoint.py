@@ -257,7 +257,7 @@ def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, mo
     assert left(success={3: half}, waiting=lambda step: step == 5) == [3, 5, 6] and not caplog.text
     space.free -= 1
     assert left(success={3: half}, waiting=lambda step: step == 5) == [3, 6]
-    assert "step_00000005 is deleted before it was evaluated to its end: the disk is" in caplog.text
+    assert "step_00000005 is deleted before its evaluation is complete: the disk is" in caplog.text
 
 
 def test_what_ended_in_errors_does_not_decide_which_checkpoints_are_deleted(tmp_path):
@@ -425,13 +425,13 @@ def test_a_state_nested_too_deep(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mode": "heads"}, "--train.mode is heads, but the run was started with full"),
+        ({"mode": "heads"}, "what trains is heads, but the run was started with full"),
         ({"base": {"digest": "y"}}, "base policy is not the one"),
         ({"base": {"digest": "x", "files": {"a": 9, "b": 2}}}, "a, c changed, came or went"),
         ({"stream": {"seed": 1, "rows_per_epoch": 99}}, "seed: was 0, is 1"),
         ({"stream": {"seed": 0, "rows_per_epoch": 99, "new": 1}}, "[(]new: was None, is 1[)]"),
         ({"stream": {"seed": 0}}, "[(]rows_per_epoch: was 99, is None[)]"),
-        ({"global_batch_size": 16}, "is 16, but the run was started with 8"),
+        ({"global_batch_size": 16}, "a step has 16 rows, but the run was started with 8"),
     ],
 )
 def test_another_runs_checkpoint_is_refused(change, message):

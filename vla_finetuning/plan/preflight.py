@@ -36,16 +36,10 @@ def examine(config: JobOptions) -> Examined:
     """Check the folder and the datasets of a run. Raises OSError or ValueError saying what to do."""
     config = with_absolute_paths(config)
     check_folder(config)
+    if nothing_left(config):
+        return Examined(config, finished=True)
     if is_finished(config):
-        done, (name, path) = f"Finished     the run in {address(config.folder)} did all of its steps", result_of(config)
-        problem = result_problem(config)
-        if problem is None:
-            more = "--resume with a larger --steps"
-            if latest_checkpoint(config.folder / CHECKPOINTS_NAME) is None:
-                more = "a new run, because no checkpoint of this one can be used"
-            print_safe(f"{done}: its {name}, {address(path)}; nothing is left to do. More steps: {more}")
-            return Examined(config, finished=True)
-        print_safe(f"{done}, but {problem}: it is written again")
+        print_safe(f"{_done(config)}, but {result_problem(config)}: it is written again")
     if config.resume:
         print_safe(f"Resuming     {resumption(config.folder)}")
     if isinstance(config, ValueConfig):
@@ -56,6 +50,21 @@ def examine(config: JobOptions) -> Examined:
     config, datasets = find_datasets(config)
     # --dataset.skip_idle reads data files, which takes longer.
     chosen = select(replace(config, dataset=replace(config.dataset, skip_idle=None)), datasets)
-    cameras = certain_cameras(config, datasets.metas[0]) if len(robots(datasets.members)) < 2 else []
+    cameras = certain_cameras(config, datasets) if len(robots(datasets.members)) < 2 else []
     check_files(config, datasets, chosen, cameras)
     return Examined(config, datasets)
+
+
+def nothing_left(config: JobOptions) -> bool:
+    """Return whether the resumed run is finished and its result complete, and print so."""
+    if not is_finished(config) or result_problem(config) is not None:
+        return False
+    more, (name, path) = "--resume with a larger --steps", result_of(config)
+    if latest_checkpoint(config.folder / CHECKPOINTS_NAME) is None:
+        more = "a new run, because no checkpoint of this one can be used"
+    print_safe(f"{_done(config)}: its {name}, {address(path)}; nothing is left to do. More steps: {more}")
+    return True
+
+
+def _done(config: JobOptions) -> str:
+    return f"Finished     the run in {address(config.folder)} did all of its steps"

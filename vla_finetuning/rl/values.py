@@ -18,6 +18,7 @@ from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.evaluation.intervals import CONFIDENCE
 from vla_finetuning.files import write_json
 from vla_finetuning.options.programs import ValueConfig
+from vla_finetuning.options.recap import ValueDatasetOptions
 from vla_finetuning.plan.datasets import Datasets, find_datasets, without_labels
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.episodes import choose
@@ -79,6 +80,13 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
     episodes = [chosen for chosen, _ in choose(options, datasets)]
     success = episode_success(config.outcome, metas, episodes, datasets.roots, absolute)
     corrected = corrected_frames(config.outcome, metas, episodes)
+    outcomes = _select_outcomes(success, episodes)
+    if outcomes.all() or not outcomes.any():
+        raise ValueError(
+            f"--outcome.success={config.outcome.success} (--outcome.threshold={config.outcome.threshold:g}): all "
+            f"{len(outcomes)} episodes {'succeeded' if outcomes.all() else 'failed'}, which leaves nothing to compare; "
+            "add episodes of the other outcome, or correct --outcome.success or --outcome.threshold"
+        )
     # The parameters that train are chosen below, not by the policy's options.
     run = resolve(options, gpus_found, replace(datasets, metas=metas, success=success), compare_base=False)
     policy, rows = run.policy, run.rows
@@ -87,19 +95,6 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
             f"policy {policy.base['path']} is of type '{policy.config.type}': a value function needs the features "
             f"that {types_that(lambda family: family.flow)} compute of images and language; "
             "give a --policy.path of one of these types"
-        )
-    outcomes = _select_outcomes(success, rows.episodes)
-    if outcomes.all() or not outcomes.any():
-        raise ValueError(
-            f"--outcome.success={config.outcome.success} (--outcome.threshold={config.outcome.threshold:g}): all "
-            f"{len(outcomes)} episodes {'succeeded' if outcomes.all() else 'failed'}, which leaves nothing to compare; "
-            "add episodes of the other outcome, or correct --outcome.success or --outcome.threshold"
-        )
-    if config.eval_steps and not any(map(len, rows.eval_episodes)):
-        raise ValueError(
-            f"--eval_steps={config.eval_steps}: --dataset.eval_split={config.dataset.eval_split:g} of the episodes of "
-            "either outcome is less than one, and none is held out to compute a loss on; raise it, or leave out "
-            "--eval_steps"
         )
     tasks = _task_numbers(rows.metas)
     longest = _longest(rows.metas, rows.episodes, tasks)
@@ -120,6 +115,13 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
     policy = replace(policy, value=spec, flops_by_prompt={}, parameters=_count(policy, spec))
     job = make_job(run.config, policy, run.job.steps, rows.identity)
     training = replace(run, policy=policy, rows=rows, job=job)
+    config = replace(
+        config,
+        policy_revision=run.config.policy_revision,
+        dataset=ValueDatasetOptions(**vars(run.config.dataset)),
+        scaling=run.config.scaling,
+        batch_size=run.config.batch_size,
+    )
     return ValueRun(config, training, success, corrected, tasks, returns)
 
 

@@ -468,7 +468,7 @@ def _may_wait(path: Path, waiting: Callable[[int], bool]) -> bool:
         return False
     if free_bytes(path) >= 2 * _size(path) + SPARE_BYTES:
         return True
-    logger.warning("%s is deleted before it was evaluated to its end: the disk is nearly full", path)
+    logger.warning("%s is deleted before its evaluation is complete: the disk is nearly full", path)
     return False
 
 
@@ -486,13 +486,14 @@ def check_resumable(saved: Progress, run: Progress) -> None:
     """Raise ValueError if the checkpoint's progress belongs to another run than `run`."""
     if saved.global_batch_size != run.global_batch_size:
         raise ValueError(
-            f"batch_size x grad_accum x num_workers is {run.global_batch_size}, but the run was started with "
-            f"{saved.global_batch_size}: its steps and learning rates would mean something else; choose numbers with "
-            "the same product"
+            f"a step has {run.global_batch_size} rows, but the run was started with {saved.global_batch_size}: its "
+            "steps and learning rates would mean something else; choose a batch_size x grad_accum x num_workers, or "
+            "for grpo.py a minibatch, of as many rows"
         )
     if saved.mode != run.mode:
         raise ValueError(
-            f"--train.mode is {run.mode}, but the run was started with {saved.mode}: what trains cannot change"
+            f"what trains is {run.mode}, but the run was started with {saved.mode}: give the options of its start, or "
+            "start a new run"
         )
     check_base(saved, run.base)
     keys = dict.fromkeys((*run.stream, *saved.stream))

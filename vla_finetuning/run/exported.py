@@ -9,10 +9,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from vla_finetuning.buckets.mirror import address, contents, pull, sizes
-from vla_finetuning.files import read_foreign_json
+from vla_finetuning.files import read_foreign_json, read_json
 from vla_finetuning.options.job import CONFIG_NAME, JobOptions
-from vla_finetuning.options.mixture import members, robots
-from vla_finetuning.options.programs import Config, ValueConfig
+from vla_finetuning.options.programs import ValueConfig
+from vla_finetuning.run.folder import RUN_NAME
 
 POLICY_DIR, REPORT_NAME = "pretrained_model", "report.html"
 LABELS_NAME = "labels.parquet"
@@ -31,7 +31,7 @@ def result_problem(config: JobOptions) -> str | None:
     name, path = result_of(config)
     if name == "labels":
         return None if path.name in sizes(path.parent) else f"{address(path)} is missing"
-    return policy_problem(path, robots(members(config.dataset.mixture)) if isinstance(config, Config) else ())
+    return policy_problem(path, list(read_json(config.folder / RUN_NAME).get("robots", ())))
 
 
 def policy_problem(folder: Path, names: Sequence[str] = ()) -> str | None:

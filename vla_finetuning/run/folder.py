@@ -88,6 +88,8 @@ VALUES_NAME = "values.json"
 EVALUATIONS_NAME, EVALUATIONS = "evaluations.jsonl", "evaluations"
 # Options that determine the learning rate of every step.
 SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac", "optimizer_options", "scheduler_options")
+# Options that choose the statistics by which the policy is normalised.
+NORMALISATION = ("dataset.statistics", "dataset.mixture_stats", "dataset.use_imagenet_stats")
 RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
@@ -110,13 +112,13 @@ def is_finished(config: JobOptions) -> bool:
         return False
     pull(config.folder)
     finished = read_json(config.folder / FINISHED_NAME)
-    is_capped_alike = finished.get("max_train_steps") == os.environ.get("MAX_TRAIN_STEPS")
+    is_capped_alike = finished.get("max_train_steps") == (os.environ.get("MAX_TRAIN_STEPS") or None)
     return bool(finished) and is_capped_alike and not changed_options(config)
 
 
 def finish(output_dir: Path, step: int) -> None:
     """Record that the run is complete."""
-    finished = {"step": step, "max_train_steps": os.environ.get("MAX_TRAIN_STEPS")}
+    finished = {"step": step, "max_train_steps": os.environ.get("MAX_TRAIN_STEPS") or None}
     write_json(output_dir / FINISHED_NAME, finished)
 
 
@@ -179,14 +181,17 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
     """Lock the run's folder in the block, after `check_folder`, and print changed options of a resumed run.
 
     `start`, `steps` and `disk_bytes` are as in `Job`. Raises OSError if another process holds the folder, it is unfit,
-    or the disk is too small. Raises ValueError if the newest checkpoint belongs to another run or has more steps, or no
-    checkpoint is usable.
+    or the disk is too small. Raises ValueError if the newest checkpoint belongs to another run, or to other statistics,
+    or has more steps, or no checkpoint is usable.
     """
     with claim_folder(config):
         _check_state(config, start, steps, disk_bytes)
         if not config.lease:
             print_safe("Lease        none (--lease=false): two processes with this --output_dir would destroy the run")
         for changed in changed_options(config):
+            is_trained = changed.startswith(NORMALISATION) and " was auto, " not in changed
+            if is_trained and latest_checkpoint(config.folder / CHECKPOINTS_NAME) is not None:
+                raise ValueError(f"--{changed}: a run keeps its statistics; give what it was, or another --output_dir")
             print_safe(f"Changed      {changed}")
         yield
 
