@@ -45,8 +45,8 @@ def make_config(
         if unknown := sorted(set(saved or {}) - {field.name for field in fields(cls)}):
             raise ValueError(
                 f"{source} has {', '.join(unknown)}, which {cls.__name__} of this LeRobot ({version('lerobot')}) does "
-                "not know: it was saved by a newer one, or is no such configuration; take them out where they say what "
-                "is the default here"
+                "not know: it was saved by a newer one, or is no such configuration; remove those that have their "
+                "default value"
             ) from error
         flags = ", ".join(f"--{group}.{option.removeprefix('--')}" for option in options)
         source = " with ".join(filter(None, [source, flags]))

@@ -161,7 +161,7 @@ def test_weighted_episodes_come_as_often_as_they_weigh(setting):
     seen = sum((rows_of(both, epoch) for epoch in range(2)), Counter())
     assert seen == Counter({(0, e, f): times for e, times in ((0, 1), (1, 5), (2, 2)) for f in LEFT[e]})
     plan = describe(both)
-    for line in ("1 of weight 0.5, 2 of weight 1, 1 of weight 2.5", "rows on average", "not equally long"):
+    for line in ("1 of weight 0.5, 2 of weight 1, 1 of weight 2.5", "rows on average", "their lengths differ"):
         assert line in plan, plan
     assert "1 have weight 0 by --dataset.episode_weights" in plan
 

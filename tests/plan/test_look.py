@@ -141,15 +141,15 @@ def test_one_episode_that_would_end_the_run(setting, root, capsys):
     damaged_image(root)
     status, printed = dry_run(setting, root, capsys)
     assert status == 2 and "damaged image" in printed and str(root) in printed
-    assert "of 5 episodes 5 were looked at, and 1 are so" in printed.lower()
+    assert "of 5 episodes 5 were checked, and 1 have this" in printed.lower()
     proposed = shlex.split(printed[printed.index("--dataset.exclude_episodes=") :].splitlines()[0])
     assert proposed == ["--dataset.exclude_episodes=2"]
     status, printed = dry_run(setting, root, capsys, *proposed)
     assert status == 0
-    assert f"Looked at    {root}: 29 rows of 4 episodes, 8 of them with every camera's frame" in printed
+    assert f"Looked at    {root}: read 29 rows of 4 episodes, 8 of them with all cameras" in printed
     edit(root, STILL, lambda row, image: {"bytes": b"x" * 99, "path": None})
     status, printed = dry_run(setting, root, capsys)
-    assert status == 2 and "so it is in all 5 episodes that were looked at" in printed and "exclude" not in printed
+    assert status == 2 and "all 5 checked episodes have this or a similar fault" in printed and "exclude" not in printed
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_a_store_without_conditions_needs_a_flag(folder, faults, ignored, capsys
 
 
 def test_a_folder_on_a_disk_is_always_locked():
-    with pytest.raises(ValueError, match="--lease=false: --output_dir=/runs/a is no bucket"):
+    with pytest.raises(ValueError, match="--lease=false is for buckets; /runs/a is on a disk"):
         parse_args(["--dataset.root=/data", "--policy.path=/base", "--output_dir=/runs/a", "--lease=false"])
 
 

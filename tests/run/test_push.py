@@ -350,6 +350,11 @@ def test_what_cannot_be_pushed_is_refused_before_a_repository_is_made(server, fi
     assert message.format(finished) in capsys.readouterr().err and REPO not in server.private
 
 
+def test_the_only_policy_of_a_run_has_no_robots_name(finished, capsys):
+    assert push.main([str(finished), "--robot=arm"]) == 1
+    assert f"--robot arm: {finished} has one policy" in capsys.readouterr().err
+
+
 def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatch, tmp_path, capsys):
     """Known before Ray starts and before the run's folder is made, so that the same command can be given again."""
     out = tmp_path / "out"

@@ -294,6 +294,6 @@ def test_the_plan_says_what_features_take(dataset, tmp_path, monkeypatch):
     assert "none are used twice" not in describe(run)
     monkeypatch.setenv("VLA_CACHE_GB", "1e-9")
     text = describe(resolved(dataset, "smolvla", tmp_path, **cache, steps=3))
-    assert "TOO MANY for VLA_CACHE_GB=1e-09" in text and "none are used twice in this run" in text
+    assert "TOO MANY for VLA_CACHE_GB=1e-09" in text and "the run uses each feature once" in text
     without = resolved(dataset, "smolvla", tmp_path, **{"train.mode": "expert"})
     assert max(run.policy.flops_by_prompt.values()) < max(without.policy.flops_by_prompt.values())

@@ -127,6 +127,6 @@ class BestCheckpointOptions(LogOptions):
             )
         if self.env_eval_freq % self.save_freq:
             raise ValueError(
-                f"--env_eval_freq={self.env_eval_freq} with --save_freq={self.save_freq}: what plays are checkpoints; "
-                "give a multiple of --save_freq, or 0 for the last one only"
+                f"--env_eval_freq={self.env_eval_freq} with --save_freq={self.save_freq}: only checkpoints are "
+                "evaluated; give a multiple of --save_freq, or 0 for the last one only"
             )

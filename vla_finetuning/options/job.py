@@ -47,7 +47,7 @@ class JobOptions:
     def check(self, config: Any) -> None:
         check_output(self.output_dir)
         if not self.lease and "://" not in str(self.output_dir):
-            raise ValueError(f"--lease=false: --output_dir={self.output_dir} is no bucket, and is locked; leave it out")
+            raise ValueError(f"--lease=false is for buckets; {self.output_dir} is on a disk: leave it out")
 
     @property
     def folder(self) -> Path:

@@ -37,7 +37,7 @@ class PeftOptions:
     def check(self, config: Any) -> None:
         if self.method_type is not None and self.method_type.lower() != "lora":
             raise ValueError(
-                f"--peft.method_type={self.method_type}: expected lora; of PEFT's other methods none is tried"
+                f"--peft.method_type={self.method_type}: expected lora; no other method of PEFT is supported"
             )
 
     @property

@@ -97,7 +97,7 @@ def check_policy(
             types_with_option = types_that(lambda other: name in other.train_options)  # noqa: B023  (called at once)
             raise ValueError(
                 f"--train.{name}={value} is for {types_with_option}, and the policy is of type {policy_config.type}: "
-                "leave it out, or look for the like among the policy's own options (--policy.*)"
+                "leave it out; the policy's own options (--policy.*) may have an equivalent"
             )
     if adapters is not None and adapters.enabled and family.no_adapters:
         raise ValueError(

@@ -183,9 +183,9 @@ def _steps(config: Config, steps: int, rows: Rows) -> list[str]:
         )
     meeting, last = "", rows.per_epoch % batch
     if last:
-        meeting = f": the last {last} rows of one share a step with the first of the next"
+        meeting = f": the last {last} rows of one are in a step with the first rows of the next"
     if not equal_epochs:
-        meeting = "; a weight of 0.5 is every other epoch, so they are not equally long"
+        meeting = "; their lengths differ, as an episode of weight 0.5 is in every other epoch"
     return [*lines, f"             epochs follow each other without a gap{meeting}"]
 
 
@@ -207,7 +207,7 @@ def _cached_features(config: Config, policy: PolicySpec, rows: Rows) -> list[str
         rows.distinct_frames, sizes, rows.cached_bytes, "bf16" if bf16 else "fp32", _nodes(rows), fits
     )
     if rows.last_row <= rows.per_epoch:
-        lines.append("             none are used twice in this run, but by later ones that start from the same weights")
+        lines.append("             the run uses each feature once; later runs from the same weights use it again")
     return lines
 
 

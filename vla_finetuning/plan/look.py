@@ -36,10 +36,7 @@ class Look:
     problems: dict[int, str]  # error message by episode, for episodes that would end a run
 
     def __str__(self) -> str:
-        return (
-            f"{self.rows:,} rows of {self.episodes:,} episodes, {self.frames} of them with every camera's frame, "
-            "by the reader of the run"
-        )
+        return f"read {self.rows:,} rows of {self.episodes:,} episodes, {self.frames} of them with all cameras"
 
 
 def look_at(meta: DatasetMetadata, episodes: np.ndarray, features: Features, share: float = 1.0) -> Look:
@@ -119,10 +116,10 @@ def look_at_rows(run: Run, datasets: Datasets | None) -> list[str]:
             lines.append(f"             {len(bad_episodes)} of them will be skipped, by --dataset.on_error: {example}")
             continue
         if len(bad_episodes) == look.episodes:
-            raise ValueError(f"{example} (so it is in all {look.episodes} episodes that were looked at)")
+            raise ValueError(f"{example} (all {look.episodes} checked episodes have this or a similar fault)")
         assert datasets is not None  # every run with rows has datasets
         raise ValueError(
-            f"{example}. Of {len(episodes)} episodes {look.episodes} were looked at, and {len(bad_episodes)} are so or "
-            f"alike; to go on without them: {exclusion(config, datasets, {number: bad_episodes})}"
+            f"{example}. Of {len(episodes)} episodes {look.episodes} were checked, and {len(bad_episodes)} have "
+            f"this or a similar fault; to go on without them: {exclusion(config, datasets, {number: bad_episodes})}"
         )
     return lines

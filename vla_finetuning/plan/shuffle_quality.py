@@ -21,7 +21,7 @@ def describe_shuffling(config: Config, rows: Rows) -> list[str]:
     is_limited = plan.window_rows <= options.shuffle_window - SEGMENT_ROWS
     lines = [
         f"Shuffling    windows of {plan.window_rows} rows"
-        + (f" (of {options.shuffle_window} asked for, as many as memory is meant for)" if is_limited else "")
+        + (f" ({options.shuffle_window} requested; limited by memory)" if is_limited else "")
         + f", {plan.window_rows * source.row_bytes() / 2**20:.0f} MiB; segments of at most {plan.segment_rows}",
         f"             a global batch has rows of about {episodes:.1f} episodes",
     ]

@@ -52,7 +52,7 @@ HEAD_ANSWER_S = 10.0
 LOOK_EVERY_S = 10.0
 # Free space in Ray's temporary directory of every node, for logs and spilled objects.
 FREE_DISK_BYTES = 5 * 10**9
-FREE_CAPACITY = "lower --scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add nodes"
+FREE_CAPACITY = "lower --scaling.num_workers or the CPUs of a process (--scaling.cpus_per_*), or add nodes"
 # Share of the object store that Ray Data may fill. Training processes read blocks in the rest.
 DATA_SHARE = 0.5
 
@@ -187,7 +187,8 @@ def _demand_of(scaling: ScalingOptions) -> Demand:
         per_worker[f"{RESOURCE_CONSTRAINT_PREFIX}{scaling.accelerator_type}"] = 0.001  # as Ray Train requests it
     workers = scaling.min_workers or scaling.num_workers
     share = " and ".join(_describe_amount(name, n) for name, n in per_worker.items())
-    text = f"{_describe_amount('worker', workers)} with {share} each and one read task"
+    text = f"{_describe_amount('worker', workers)} with {share} each"
+    text += " and one read task" * (scaling.cpus_per_read_task > 0)
     return Demand(text, workers, per_worker, {"CPU": scaling.cpus_per_read_task})
 
 
@@ -378,7 +379,7 @@ def _probe_nodes(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
         try:
             faults = ray.get(answer, timeout=0)
         except GetTimeoutError:
-            faults = [f"gave no answer in {ANSWER_S:g} s; look at it with `ray status` and in its logs, or take it out"]
+            faults = [f"gave no answer in {ANSWER_S:g} s; check `ray status` and its logs, or remove the node"]
         except RayError as error:
             faults = [f"cannot run this project's code: {str(error).strip().splitlines()[-1]}"]
         if faults:

@@ -87,7 +87,8 @@ class _Lease:
         if not state or state.get("released"):
             return tag
         print_safe(
-            f"Waiting      the driver of this run ({_holder_of(state)}) did not say that it ended; {LEASE_S:.0f} s show"
+            f"Waiting      at most {LEASE_S:.0f} s for a sign of life of the run's last driver ({_holder_of(state)}), "
+            "which did not release its lease"
         )
         deadline = time.monotonic() + LEASE_S
         while time.monotonic() < deadline:

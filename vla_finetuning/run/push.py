@@ -120,6 +120,8 @@ def _check_pushable(output_dir: Path, robot: str) -> None:
             raise ValueError(
                 f"{address(output_dir)}: no robot {robot!r} among those that were trained: {', '.join(names)}"
             )
+        if robot and CONFIG_NAME in contents(output_dir / POLICY_DIR):
+            raise ValueError(f"--robot {robot}: {address(output_dir)} has one policy, of no named robot; leave it out")
         raise ValueError(
             f"{address(folder)}: no trained policy is there; it is written when a run has done its last step"
         )
