@@ -101,7 +101,5 @@ def test_a_depth_image_that_is_none(depth_root, tmp_path):
 
 def test_a_depth_video_without_lerobot_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lerobot.datasets.depth_utils", None)
-    with pytest.raises(
-        ImportError, match=r"camera d: depth videos .*pip install '.\[train\]', or leave the camera out"
-    ):
+    with pytest.raises(ImportError, match=r"camera d: depth needs pip install '.\[train\]'; else leave it out"):
         lerobot_decode.depth_table({}, name="camera d")

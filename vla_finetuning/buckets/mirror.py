@@ -72,38 +72,31 @@ def _copied_path(url: str, name: str) -> Path:
     return as_path(url) / name
 
 
-def as_path(name: str | Path) -> Path:
-    """Return the path of `name`: the path in this process's copy of an address, or else a path on a disk.
+def as_path(name: str | Path, is_of_file: bool = False) -> Path:
+    """Return the path of `name`: the path in this process's nearest copy of an address, or else a path on a disk.
 
-    Raises ValueError for an address of an unsupported protocol.
+    A copy that was made for a file (`as_file`) holds no other path: a folder is synced with its whole copy. Raises
+    ValueError for an address of an unsupported protocol.
     """
     text = str(name)
     if "://" not in text:
         return Path(text).expanduser() if not isinstance(name, LocalCopy) else name
-    return _in_copy(text, is_of_file=False)
-
-
-def as_file(name: str | Path) -> Path:
-    """Return the path of a file as `as_path`; the local copy of a file in a bucket is a copy of its folder."""
-    folder, _, file = str(name).rstrip("/").rpartition("/")
-    return _in_copy(folder, is_of_file=True) / file if "://" in folder else as_path(name)
-
-
-def _in_copy(text: str, is_of_file: bool) -> Path:
-    """Return the path of an address in the nearest copy.
-
-    A folder is never in a copy that was made for a file: whoever syncs the folder would sync all beside the file.
-    """
     split_address(text)
     url = text.rstrip("/")
     with _mirrors_lock:
-        candidates = [mirror for mirror in _mirrors if is_of_file or not mirror.is_of_file]
-        above = [mirror for mirror in candidates if f"{url}/".startswith(f"{mirror.url}/")]
+        above = [mirror for mirror in _mirrors if f"{url}/".startswith(f"{mirror.url}/")]
+        above = [mirror for mirror in above if is_of_file or not mirror.is_of_file]
         if not above:
             _mirrors.append(mirror := Mirror(url, is_of_file))
             above = [mirror]
     mirror = max(above, key=lambda mirror: len(mirror.url))
     return mirror.folder / url[len(mirror.url) :].lstrip("/")
+
+
+def as_file(name: str | Path) -> Path:
+    """Return the path of a file as `as_path`; the local copy of a file in a bucket is a copy of its folder."""
+    folder, _, file = str(name).rstrip("/").rpartition("/")
+    return as_path(folder, is_of_file=True) / file if "://" in folder else as_path(name)
 
 
 def mirror_of(path: Path) -> tuple[Mirror, str] | None:
@@ -258,11 +251,7 @@ class Mirror:
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
-                logger.warning(
-                    "%s: files could not be synced and stay on this node's disk until the store answers: %s",
-                    self.url,
-                    error,
-                )
+                logger.warning("%s: not synced; files stay on this node's disk until then: %s", self.url, error)
             self._is_failing = True
 
     def keep_synced(self, pulls: Pulls) -> None:

@@ -247,10 +247,7 @@ def depth_table(info: Mapping[str, Any], *, name: str) -> np.ndarray:
         scale = {key: getattr(config, key) for key in ("depth_min", "depth_max", "shift", "use_log")}
         table = np.asarray(dequantize_depth(codes, **scale)).ravel()
     except ImportError as error:
-        raise ImportError(
-            f"{name}: depth videos are decoded with LeRobot's tables ({error}): pip install '.[train]', or leave the "
-            "camera out with camera_keys"
-        ) from error
+        raise ImportError(f"{name}: depth needs pip install '.[train]'; else leave it out by camera_keys") from error
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(
             f"{name}: the depths that info states make no sense ({error}); repair meta/info.json"

@@ -43,17 +43,21 @@ def episode_weights(
         source: a numeric or bool column of meta/episodes, or @FILE (`episode_values`). Weights default to 1 with @FILE.
         named: function that normalises a root in the file to the form of `roots`.
     """
-    if not source.startswith("@"):
-        weights = [
-            _checked(_read_column(meta, source), f"dataset {meta.root}: {source} in meta/episodes") for meta in metas
-        ]
-    else:
-        path, weights = Path(source.removeprefix("@")).expanduser(), []
+    if source.startswith("@"):
+        path, weights = Path(source.removeprefix("@")).expanduser(), [np.ones(meta.num_episodes) for meta in metas]
         by_dataset = episode_values(path, metas, roots, "weight", FLAG, named)
-        for root, meta, (number, value) in zip(roots, metas, by_dataset, strict=True):
-            weight = np.ones(meta.num_episodes)
+        for weight, (number, value) in zip(weights, by_dataset, strict=True):
             weight[number] = value
-            weights.append(_checked(weight, f"{path}: {root}"))
+        labels = [f"{path}: {root}" for root in roots]
+    else:
+        weights = [_read_column(meta, source) for meta in metas]
+        labels = [f"dataset {meta.root}: {source} in meta/episodes" for meta in metas]
+    for weight, label in zip(weights, labels, strict=True):
+        if (wrong := np.flatnonzero(~((weight >= 0) & (weight <= MAX_WEIGHT)))).size:
+            raise ValueError(
+                f"{label}: the weight of episode {wrong[0]} is {weight[wrong[0]]:g}, expected a number from 0 (left "
+                f"out) to {MAX_WEIGHT:g}; {len(wrong)} of {len(weight)} episodes have no such weight"
+            )
     used = np.concatenate([weight[weight > 0] for weight in weights])
     if len(used) and used.mean() < MIN_MEAN_WEIGHT:
         raise ValueError(
@@ -87,16 +91,6 @@ def episode_values(
             raise ValueError(f"{path}: the {column} of episode {empty[0]} is nan or an empty cell, of {root}")
         by_dataset.append((number, value))
     return by_dataset
-
-
-def _checked(weight: np.ndarray, label: str) -> np.ndarray:
-    wrong = np.flatnonzero(~((weight >= 0) & (weight <= MAX_WEIGHT)))
-    if wrong.size:
-        raise ValueError(
-            f"{label}: the weight of episode {wrong[0]} is {weight[wrong[0]]:g}, expected a number from 0 (left out) "
-            f"to {MAX_WEIGHT:g}; {len(wrong)} of {len(weight)} episodes have no such weight"
-        )
-    return weight
 
 
 def _read_column(meta: DatasetMetadata, name: str) -> np.ndarray:

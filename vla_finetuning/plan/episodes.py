@@ -65,19 +65,13 @@ def select(
             "episode to compute a loss on; raise it, add episodes, or leave out --eval_steps"
         )
     notes = list(itertools.chain(*split_notes))
-    seconds, weights = config.dataset.skip_idle, datasets.weights
+    seconds, weights, skip = config.dataset.skip_idle, datasets.weights, config.dataset.on_error == "skip"
     frames, described = [], []
     for meta, chosen, weight in zip(metas, train, weights or [None] * len(metas), strict=True):
         keys = movement_keys(meta, rename_map)
         min_idle_s = None if meta.without_actions else seconds  # without actions nothing moves
         ranges = frame_ranges_of(
-            meta,
-            chosen,
-            dropped=dropped,
-            keys=keys,
-            skip_idle=min_idle_s,
-            weight=weight,
-            skip_unreadable=config.dataset.on_error == "skip",
+            meta, chosen, dropped=dropped, keys=keys, skip_idle=min_idle_s, weight=weight, skip_unreadable=skip
         )
         if not len(ranges.episode):
             raise ValueError(

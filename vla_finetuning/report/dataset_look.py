@@ -187,7 +187,6 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
                 f"--dataset.exclude_episodes={episode_ranges(missing.episodes.tolist())}",
             )
         )
-    seen = {episode for members in damaged.values() for episode in members} | set(missing.episodes.tolist())
     findings += columns.not_finite()
     findings += camera_findings
     if problems_of is not None and not any(finding.kind == "damaged" for finding in findings):
@@ -196,7 +195,6 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
         findings += [
             Finding("damaged", f"episode {episode} would end a run: {problem}")
             for episode, problem in list(problems.items())[:5]
-            if episode not in seen
         ]
     findings += columns.gaps(meta.fps)
     findings += columns.duplicates()
