@@ -23,14 +23,15 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.envs.protocol import Maker, Observation, concatenate
 from vla_finetuning.rollouts.episodes import ATTEMPTS, Ended, Episode, Line, Playing, line_of
-from vla_finetuning.rollouts.stage import Decision, Stage
+from vla_finetuning.rollouts.stage import MAKE_LIMIT_S, Decision, Stage
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import print_safe
 
 # Failures of stages before any episode has ended, after which `play` gives up: the cause is not a single episode.
 MAX_FAILURES = 20
-# Interval of checks for capacity, delay of the message about missing capacity, and limit of the wait for it.
-LOOK_EVERY_S, TELL_AFTER_S, CAPACITY_TIMEOUT_S = 10.0, 30.0, 600.0
+# Interval of checks for capacity, delay of the message about missing capacity, and limit of the wait for it. Ray does
+# not tell a process that waits for CPUs from one that has them and starts, so it is longer than making an environment.
+LOOK_EVERY_S, TELL_AFTER_S, CAPACITY_TIMEOUT_S = 10.0, 30.0, MAKE_LIMIT_S + 300.0
 # Groups of stages that take turns with a local policy.
 HALVES = 2
 
@@ -287,13 +288,12 @@ class Scheduler:
         waited_s = now - self._last_progress_s
         if waited_s > CAPACITY_TIMEOUT_S:
             role = "simulates" if policy.missing_resources is None else "decides"
-            why = self._describe_missing() or "it has its CPUs"
+            why = self._describe_missing() or "it got its CPUs but has not finished starting; see Ray's logs"
             raise NoCapacityError(f"no process that {role} has started for {CAPACITY_TIMEOUT_S:g} s: {why}")
         if waited_s > TELL_AFTER_S and not self._reported:
             self._reported = True
-            # Ray does not tell a process that waits for CPUs from one that has them and imports its modules.
             if missing := self._describe_missing():
-                unless = "unless they are held by processes of this program that a busy machine is slow to start"
+                unless = "or processes of this program hold them already and are still starting"
                 limit = f"at most {CAPACITY_TIMEOUT_S:g} s"
                 print_safe(f"waiting      for capacity, {limit}: {missing}, {unless}", file=sys.stderr)
 
