@@ -2,6 +2,7 @@
 
 import io
 from functools import partial
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -10,6 +11,7 @@ from PIL import Image
 
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.two_bins_scene import COLOURS, demonstrate
+from vla_finetuning.rollouts import replay
 from vla_finetuning.rollouts.replay import MAX_FRAMES, MAX_WIDTH, NotRepeatedError, film
 
 CAMERAS_ONLY = partial(gymnasium.make, two_bins.GYM_ID, max_episode_steps=500)
@@ -80,3 +82,11 @@ def test_an_environment_without_a_picture_of_its_own_shows_the_cameras(episode):
     line, actions, _ = episode
     (first, _), *_ = frames_of(film(CAMERAS_ONLY, line, actions))
     assert first.shape == (64, 96 + 56 + 48, 3)
+
+
+def test_without_cameras_and_a_picture_of_its_own_an_environment_cannot_be_filmed():
+    env = SimpleNamespace(render_mode=None, render=lambda: None)
+    with pytest.raises(ValueError, match="shows no camera, and has no render_mode"):
+        replay._view(env, {"agent_pos": np.zeros(3)})
+    env.render = lambda: np.ones((4, 4, 3), np.uint8)  # as Meta-World, whatever its render_mode
+    assert replay._view(env, {"agent_pos": np.zeros(3)}).all()

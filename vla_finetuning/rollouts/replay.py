@@ -113,8 +113,10 @@ def _check(when: str, env: gymnasium.Env[Any, Any], observation: Any, expected: 
 
 def _view(env: gymnasium.Env[Any, Any], observation: Any) -> np.ndarray:
     """Return the environment's own view, uint8 (H, W, 3), or else the policy's cameras side by side."""
-    if env.render_mode == "rgb_array":
-        return np.asarray(env.render())
+    if env.render_mode == "rgb_array" or "pixels" not in observation:
+        if (view := env.render()) is None:
+            raise ValueError("the environment shows no camera, and has no render_mode 'rgb_array'")
+        return np.asarray(view)
     pixels = observation["pixels"]
     images = list(pixels.values()) if isinstance(pixels, Mapping) else [pixels]
     height = max(image.shape[0] for image in images)
