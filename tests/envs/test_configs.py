@@ -61,7 +61,7 @@ def test_a_recording_is_refused_before_anything_starts(tmp_path):
         (["--env.type=pusht"], "--env.type=pusht has no scripted expert; those of metaworld, two_bins"),
         (["--env.type=nowhere"], "LeRobot knows no such environment"),
         (["--env.type=two_bins", "--env.length=3"], "--env.length: no option of TwoBinsConfig"),
-        (["--env.type=metaworld", "--env.obs_type=pixels"], "obs_type=pixels: what is recorded"),
+        (["--env.type=metaworld", "--env.obs_type=pixels"], "obs_type=pixels: only pixels_agent_pos can be recorded"),
         (["--env.type=metaworld", "--env.task=reach-v3"], "exists and is not empty"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,16 +1,20 @@
 """The episodes that a policy learned from, as a dataset, against an environment that plays the same actions."""
 
 import json
+import os
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import gymnasium
 import numpy as np
 import pytest
 import ray
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from ray.exceptions import WorkerCrashedError
 
 import grpo
 from tests.buckets import forget, runs_bucket
@@ -25,9 +29,17 @@ from vla_finetuning.envs.two_bins import TwoBins
 from vla_finetuning.files import read_lines
 from vla_finetuning.rl import recording
 from vla_finetuning.rl.recording import pending_dataset, read_episodes, record_rollouts, write_episodes
+from vla_finetuning.rollouts import stage
 from vla_finetuning.rollouts.experts import play_expert
 from vla_finetuning.rollouts.player import Eyes
-from vla_finetuning.rollouts.recording import DatasetForm, record_played, replay_frames, write_share
+from vla_finetuning.rollouts.recording import (
+    DatasetForm,
+    is_free,
+    record_dataset,
+    record_played,
+    replay_frames,
+    write_share,
+)
 
 OPTIONS = {
     "env.episode_length": 6,
@@ -48,21 +60,26 @@ def run(base, tmp_path_factory):
     return run
 
 
-def test_an_episode_that_does_not_repeat_is_left_out_of_the_dataset(run, tmp_path, capsys, monkeypatch):
+def test_an_episode_that_does_not_repeat_is_left_out_of_the_dataset(run, tmp_path, capfd, monkeypatch):
     """Its environment ends in another state, or fails; others are written, and where none is that is an error."""
     first, second, third = list(read_episodes(run))[:3]
     elsewhere = {**second[0], "final_state": "another"}, second[1]
     failing = third[0], np.full_like(third[1], np.nan)  # which the robot cannot follow
     eyes, makers = Eyes(run.scene.env, run.policy.config), task_makers(run.scene.env)
-    monkeypatch.setattr(ray, "wait", lambda tasks: (tasks[:1], tasks[1:]))
+    waits = [False, True, True]
+    monkeypatch.setattr(ray, "wait", lambda tasks, timeout: (tasks[:1], tasks[1:]) if waits.pop(0) else ([], tasks))
+    monkeypatch.setattr(ray, "available_resources", dict)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "dataset").symlink_to(tmp_path / "empty")
     with tasks_here():
         record_played(tmp_path / "dataset", makers, eyes, [elsewhere, first, failing], {"seed": 3})
-    assert "1 episodes, " in (out := capsys.readouterr().out) and "; 2 left out, which do not repeat" in out
+    assert "1 episodes, " in (out := capfd.readouterr().out) and "; 2 left out, which do not repeat" in out
+    assert "0 of 1 parts of empty written; 0 CPUs of the cluster are free" in out
     dataset = LeRobotDataset("recorded/policy", root=tmp_path / "dataset", video_backend="pyav")
     assert dataset.meta.total_episodes == 1 and len(dataset) == first[0]["steps"]
     assert dataset.meta.robot_type == "tabletop_gantry"  # as record.py names it
     np.testing.assert_array_equal(dataset[0]["action"], first[1][0].astype(np.float32))
-    with tasks_here(), pytest.raises(ValueError, match="no episode ended again.*: nothing is written"):
+    with tasks_here(), pytest.raises(ValueError, match="no episode could be repeated.*: nothing is written"):
         record_played(tmp_path / "none", makers, eyes, [elsewhere, failing], {"seed": 3})
     assert not (tmp_path / "none").exists()
 
@@ -86,6 +103,28 @@ def test_an_expert_that_raises_costs_its_episode_alone(tmp_path, monkeypatch):
     assert [dataset.meta.episodes[i]["length"] for i in range(2)] == [len(episode) for episode in frames]
     with pytest.raises(ContractError, match="no plan"):
         write_share(tmp_path / "none", makers, partial(play, error=ContractError), share, form)
+
+
+def test_an_environment_that_hangs_ends_the_process_that_writes(tmp_path, monkeypatch):
+    limits = []
+    monkeypatch.setattr(stage, "_limit", lambda seconds: limits.append(seconds) or nullcontext())
+    config = env_config("two_bins", ["--episode_length=40"])
+    (task, make), *_ = task_makers(config).items()
+    share, form = [(task, seed) for seed in (0, 1)], DatasetForm("recorded/two_bins", 10)
+    write_share(tmp_path / "dataset", {task: make}, partial(play_expert, config, 0), share, form, step_limit_s=7)
+    assert limits[:4] == [stage.MAKE_LIMIT_S, stage.MAKE_LIMIT_S, 7, 7] and set(limits[4:]) == {7}
+    monkeypatch.setattr(ray, "wait", lambda tasks, timeout: (tasks[:1], tasks[1:]))
+    died = mock.patch.object(ray, "get", mock.Mock(side_effect=WorkerCrashedError))
+    with tasks_here(), died, pytest.raises(RuntimeError, match="a part of none cannot be .*VLA_STEP_TIMEOUT_S"):
+        record_dataset(tmp_path / "none", {task: make}, play_expert, share, form, lambda _: {}, "nothing")
+
+
+def test_an_empty_mount_point_is_refused(tmp_path, monkeypatch):
+    """A finished dataset replaces its folder."""
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
+    with pytest.raises(ValueError, match="--root=.* is a mount point, which no finished dataset can replace"):
+        is_free(tmp_path, "--root")
+    assert is_free(tmp_path / "new", "--root")
 
 
 def test_every_other_iteration_is_written_down(run):

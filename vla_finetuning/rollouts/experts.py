@@ -18,7 +18,7 @@ from vla_finetuning.columns import SUBTASK
 from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, is_own, task_makers
 from vla_finetuning.envs.protocol import Maker, choose_initial_state
 from vla_finetuning.options.programs import RecordConfig
-from vla_finetuning.rollouts.recording import DatasetForm, Frame, record_dataset
+from vla_finetuning.rollouts.recording import DatasetForm, Frame, is_free, record_dataset
 
 # Environments with scripted experts (`expert_action`), and their default options. Those of Meta-World are the usual
 # image size of policies and the fastest rendering.
@@ -75,9 +75,9 @@ def resolve_recording(config: RecordConfig) -> Recording:
             "environment of your own that has expert_action()"
         )
     if isinstance(env, MetaworldConfig) and env.obs_type != "pixels_agent_pos":
-        raise ValueError(f"--env.type={env_type}, obs_type={env.obs_type}: what is recorded is pixels_agent_pos")
+        raise ValueError(f"--env.type={env_type}, obs_type={env.obs_type}: only pixels_agent_pos can be recorded")
     root = Path(config.root or "").expanduser().absolute()
-    if root.is_file() or (root.is_dir() and any(root.iterdir())):
+    if not is_free(root, "--root"):
         raise ValueError(f"--root={root} exists and is not empty: name a new folder, or remove it")
     return Recording(config, env, task_makers(env), root)
 

@@ -21,7 +21,9 @@ import gymnasium
 import numpy as np
 import ray
 from lerobot.utils.constants import ACTION, DONE, REWARD
+from ray.exceptions import WorkerCrashedError
 
+from vla_finetuning.environment import Timeouts
 from vla_finetuning.envs.configs import how_drawn
 from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.envs.protocol import Maker, Observation, attribute, choose_gl, close_quietly
@@ -30,6 +32,7 @@ from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.rollouts.episodes import PlayedEpisode
 from vla_finetuning.rollouts.replay import NotRepeatedError, play_again
+from vla_finetuning.rollouts.stage import Limited
 from vla_finetuning.terminal import print_safe
 
 if TYPE_CHECKING:  # experts are recorded without PyTorch
@@ -40,6 +43,8 @@ if TYPE_CHECKING:  # experts are recorded without PyTorch
 REPO_ID, SUCCESS = "recorded/policy", "next.success"
 # Episodes that one task writes as a dataset of its own; more would balance worse, fewer would mostly start processes.
 SHARE_EPISODES = 10
+# Interval of lines about parts while none is written.
+TELL_EVERY_S = 300.0
 # A frame as LeRobot's writer takes it.
 Frame = dict[str, Any]
 # Plays an episode in an environment of its task and returns its frames, or None to skip the episode.
@@ -58,11 +63,17 @@ class DatasetForm:
 
 
 def write_share(
-    folder: Path, makers: Mapping[str, Maker], play: Play, share: Share, form: DatasetForm
+    folder: Path,
+    makers: Mapping[str, Maker],
+    play: Play,
+    share: Share,
+    form: DatasetForm,
+    step_limit_s: float = Timeouts.step,
 ) -> tuple[list[bool], list[str]]:
     """Write the episodes of a share as a dataset in `folder`, which is emptied first. Runs in a Ray task.
 
-    Returns whether each episode was written, and the reasons for episodes that do not repeat or raised.
+    Returns whether each episode was written, and the reasons for episodes that do not repeat or raised. `step_limit_s`
+    as for `Limited`.
     """
     choose_gl()
     shutil.rmtree(folder, ignore_errors=True)
@@ -74,7 +85,7 @@ def write_share(
             for task, episode in share:
                 if task != current:
                     env_stack.close()
-                    env, current = makers[task](), task
+                    env, current = Limited(makers[task], step_limit_s), task
                     env_stack.callback(close_quietly, env)
                 written.append(False)
                 try:
@@ -144,23 +155,25 @@ def record_dataset(
     Returns whether each episode was written; raises ValueError, with the message `nothing`, if none was.
 
     Args:
-        root: folder of the dataset; absent or empty.
+        root: folder of the dataset; `is_free` is true of it.
         about: function from the returned flags to the content of environment.json.
     """
     shares = list(itertools.batched(episodes, SHARE_EPISODES))
+    root, step_limit_s = root.resolve(), Timeouts.from_environment().step  # a link cannot be replaced
     partial_folder = root.parent / f".{root.name}.{os.getpid()}.partial"
     folders = [partial_folder / str(number) for number in range(len(shares))]
     task: Any = ray.remote(write_share).options(num_cpus=1)
     pending = [
-        task.remote(folder, {name: makers[name] for name, _ in share}, play, share, form)
+        task.remote(folder, {name: makers[name] for name, _ in share}, play, share, form, step_limit_s)
         for folder, share in zip(folders, shares, strict=True)
     ]
     running = list(pending)
     try:
         while running:
-            (ready,), running = ray.wait(running)
+            ready, running = ray.wait(running, timeout=TELL_EVERY_S)
             ray.get(ready)
-            print_safe(f"{len(shares) - len(running)} of {len(shares)} parts of {root.name} written")
+            free = "" if ready else f"; {ray.available_resources().get('CPU', 0):g} CPUs of the cluster are free"
+            print_safe(f"{len(shares) - len(running)} of {len(shares)} parts of {root.name} written{free}")
         by_share, reasons = zip(*ray.get(pending), strict=True)
         full = [folder for folder, flags in zip(folders, by_share, strict=True) if any(flags)]
         written, left_out = (list(itertools.chain(*parts)) for parts in (by_share, reasons))
@@ -172,11 +185,12 @@ def record_dataset(
         merge_datasets(form.repo_id, full, merged)
         write_json(merged / "meta" / ENVIRONMENT_NAME, about(written))
         merged.rename(root)  # absent, or an empty folder
-    except BaseException:
+    except WorkerCrashedError as error:
+        why = f"its process died at each attempt, or a step took more than {step_limit_s:g} s (VLA_STEP_TIMEOUT_S)"
+        raise RuntimeError(f"a part of {root.name} cannot be written: {why}") from error
+    finally:
         for ref in running:
             ray.cancel(ref, force=True)
-        raise
-    finally:
         shutil.rmtree(partial_folder, ignore_errors=True)
     return written
 
@@ -203,9 +217,17 @@ def replay_frames(
         seen = after.observation
 
 
+def is_free(root: Path, flag: str) -> bool:
+    """Return whether a folder is absent or empty, for a dataset. Raises ValueError for an empty mount point."""
+    is_empty = not root.exists() or (root.is_dir() and not any(root.iterdir()))
+    if is_empty and os.path.ismount(root):
+        raise ValueError(f"{flag}={root} is a mount point, which no finished dataset can replace: name a folder in it")
+    return is_empty
+
+
 def is_recorded(root: Path, about: Mapping[str, Any], flag: str = "--eval.record_dataset") -> bool:
     """Return whether a folder holds the dataset of `record_played`. Raises ValueError if it holds something else."""
-    if not root.exists() or (root.is_dir() and not any(root.iterdir())):
+    if is_free(root, flag):
         return False
     stored = {"errors": 0, **read_json(root / "meta" / ENVIRONMENT_NAME).get("evaluation", {})}
     if not json.loads(json.dumps(about)).items() <= stored.items():
@@ -225,7 +247,7 @@ def record_played(
     played = [(line["task"], (line, actions)) for line, actions in episodes]
     form = DatasetForm(REPO_ID, eyes.env.fps, eyes.env.type)
     facts = {"drawn": how_drawn(eyes.env), "evaluation": about}
-    nothing = "no episode ended again, from its actions, in the state in which it had ended"
+    nothing = "no episode could be repeated from its actions"
     written = record_dataset(root, makers, partial(replay_frames, eyes), played, form, lambda _: facts, nothing)
     lines = [line for (line, _), is_written in zip(episodes, written, strict=True) if is_written]
     succeeded, left_out = sum(line["success_once"] for line in lines), len(episodes) - len(lines)

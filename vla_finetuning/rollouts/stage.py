@@ -44,11 +44,35 @@ class Decision:
     instruction: str
 
 
+class Limited(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An environment whose process ends when it hangs: Python cannot interrupt a native call.
+
+    The limit of a step, an expert's action, or a reset but the first is `step_limit_s` seconds.
+    """
+
+    def __init__(self, make: Maker, step_limit_s: float) -> None:
+        with _limit(MAKE_LIMIT_S):
+            super().__init__(make())
+        self._step_limit_s, self._reset_limit_s = step_limit_s, MAKE_LIMIT_S  # some load their simulator in a reset
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        with _limit(self._reset_limit_s):
+            self._reset_limit_s = self._step_limit_s
+            return self.env.reset(**options)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        with _limit(self._step_limit_s):
+            return self.env.step(action)
+
+    def expert_action(self) -> Any:
+        with _limit(self._step_limit_s):
+            return self.env.get_wrapper_attr("expert_action")()
+
+
 class Stage:
     """Environments of several tasks, and the episodes that run in them, one in each of `slots`.
 
-    The constructor makes the first task's environment, to fail early. The process ends when a step, or a reset but an
-    environment's first, takes more than `step_limit_s` seconds: Python cannot interrupt a native call that hangs.
+    The constructor makes the first task's environment, to fail early. `step_limit_s` as for `Limited`.
     """
 
     def __init__(self, makers: Mapping[str, Maker], slots: int, step_limit_s: float) -> None:
@@ -115,9 +139,7 @@ class _Slot:
             return
         if self._task is not None:
             close_quietly(self._env)
-        with _limit(MAKE_LIMIT_S):
-            self._env = self._makers[task]()
-        self._task, self._fresh = task, True
+        self._env, self._task = Limited(self._makers[task], self._step_limit_s), task
 
     def begin(self, playing: Playing) -> None:
         """Reset the environment of the episode's task, and execute the chunks that the episode has already."""
@@ -153,9 +175,8 @@ class _Slot:
         self.make(episode.task)
         look_on_demand(self._env, True)
         choose_initial_state(self._env, episode.episode)
-        with _limit(MAKE_LIMIT_S if self._fresh else self._step_limit_s):  # some load their simulator here
-            self.observation, info = self._env.reset(seed=episode.seed)
-        self.free, self.over, self._fresh = False, False, False
+        self.observation, info = self._env.reset(seed=episode.seed)
+        self.free, self.over = False, False
         self._number, self._truncated = playing.number, False
         self._initial_state = state_hash(self._env, self.observation)
         # The same attributes in the same order as LeRobot's evaluation.
@@ -175,8 +196,7 @@ class _Slot:
         for number, action in enumerate(chunk, 1):
             if self.over or self._truncated:
                 return
-            with _limit(self._step_limit_s):
-                self._step(action, look and (number == len(chunk) or self._may_be_last()))
+            self._step(action, look and (number == len(chunk) or self._may_be_last()))
             if look and self._truncated and self._playing.bootstraps and not shows_state(self._env):
                 raise ContractError(
                     f"{self._playing.episode.task} ended an episode after {len(self._success) - 1} steps, before its "
