@@ -143,11 +143,6 @@ class PolicySpec:
         return len({camera for robot in self.robots for camera in robot.cameras})
 
     @property
-    def fewest_cameras(self) -> int:
-        """Return the number of cameras of the robot with the fewest."""
-        return min(len(robot.cameras) for robot in self.robots)
-
-    @property
     def shared_folder(self) -> Path | None:
         """Return `folder` if all nodes must share it; None if each node fetches it from the Hub or a bucket."""
         fetchable = self.base["revision"] is not None or "://" in str(self.base["path"])

@@ -18,7 +18,7 @@ from util import UNWATCHED, Batch, Clock, NumpyToTorchCollate, TimedIterator, cu
 from vla_finetuning.columns import IS_PRESENT, RETURN, ROW_COLUMNS
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.row_weights import loss_factors
-from vla_finetuning.plan.rows import PerFrame, Rows
+from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
@@ -78,8 +78,8 @@ def input_transforms(rows: Rows, policy: PolicySpec) -> list[HostTransform]:
     transforms: list[HostTransform] = []
     if not policy.train.compile:  # each combination of cameras would be compiled
         transforms.append(drop_absent_cameras)
-    if rows.returns is not None:
-        transforms.append(partial(add_returns, returns=rows.returns))
+    if (returns := rows.returns) is not None:  # the target of a value function
+        transforms.append(lambda batch: {**batch, RETURN: returns(batch)})
     if policy.prompts:
         transforms.append(partial(cut_prompts, lengths=policy.prompts))
     return [*transforms, family_of(policy.config).micro_batch]
@@ -100,11 +100,6 @@ def drop_absent_cameras(batch: Columns) -> Columns:
     complete = {mask for mask in masks.values() if batch[mask].all()}
     dropped = absent | {masks[key] for key in absent} | complete
     return {key: values for key, values in batch.items() if key not in dropped}
-
-
-def add_returns(batch: Columns, returns: PerFrame) -> Columns:
-    """Add the return of each row's frame, the target of a value function."""
-    return {**batch, RETURN: returns(batch)}
 
 
 def weigh_rows(batch: Columns, weights: np.ndarray, epsilon: float) -> Columns:

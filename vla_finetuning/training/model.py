@@ -72,7 +72,7 @@ def check_attention(
     spec: PolicySpec, loss: PolicyLoss, device: torch.device, autocast: torch.dtype | None, record_in: Path | None
 ) -> None:
     """Choose an attention kernel that is correct on this device for the run's shapes, and record it in `record_in`."""
-    counts = range(spec.fewest_cameras, spec.cameras + 1)
+    counts = range(min(len(robot.cameras) for robot in spec.robots), spec.cameras + 1)
     shapes = [shape for cameras in counts for shape in loss.attentions(cameras, spec.prompts)]
     if not shapes:
         return
