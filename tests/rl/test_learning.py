@@ -444,6 +444,14 @@ def test_what_cannot_be_is_refused_before_anything_starts(base, tmp_path, change
         resolved(base, tmp_path / "run", **changes)
 
 
+def test_a_policy_of_every_other_action_is_refused_at_another_rate(base, tmp_path):
+    """As by evaluate.py, which would refuse what learning exports."""
+    other = Path(shutil.copytree(base, tmp_path / "other"))
+    (other / "robot.json").write_text(json.dumps({"fps": 5, "frames_per_action": 2}))
+    with pytest.raises(ValueError, match="2 frames apart, 5 per second.*--env.type=two_bins takes 10"):
+        resolved(other, tmp_path / "run")
+
+
 def test_a_policy_of_another_kind_is_refused(base, tmp_path):
     config = json.loads((base / "config.json").read_text())
     other = Path(shutil.copytree(base, tmp_path / "act"))

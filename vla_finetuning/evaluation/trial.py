@@ -16,25 +16,24 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.policies.rtc import RTCConfig
 
 from vla_finetuning.buckets.mirror import address, as_path, pull
-from vla_finetuning.envs.configs import DISCOVER, check_drawn, check_rate, drawn_for, env_config, task_makers
+from vla_finetuning.envs.configs import DISCOVER, env_config, task_makers
 from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.episodes import EvaluationFolder, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import comparison_text, score, share
 from vla_finetuning.files import read_json, write_json
-from vla_finetuning.options.policy import RELATIVE_PLAYED_BY, ROBOT_NAME
+from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import EvaluateConfig
 from vla_finetuning.plan.base_policy import resolve_policy
 from vla_finetuning.plan.statistics import relative_actions
 from vla_finetuning.policies.family import MAX_DELAY
 from vla_finetuning.policies.loading import load_policy_config
-from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
+from vla_finetuning.policies.pipelines import saved_rename_map
 from vla_finetuning.rollouts.episodes import Condition, Episode, Line, episode_key, episode_list
 from vla_finetuning.rollouts.player import (
     Eyes,
     PolicySource,
     check_delay,
-    check_fits,
-    check_rename_map,
+    check_plays,
     check_rtc,
     robot_shown,
     rtc_options,
@@ -78,12 +77,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     makers = task_makers(env)
     policy_config, folder, base = resolve_policy(config, _policy_for(config.policy_path, env, config.rename_map))
     assert folder is not None  # there was a path
-    check_rename_map(policy_config, env, config.rename_map)
-    renamed = {**saved_rename_map(folder), **config.rename_map}
-    check_fits(policy_config, env, renamed, saved_shapes(folder, policy_config))
-    check_drawn(drawn_for(folder), env, folder)
-    facts = read_json(folder / ROBOT_NAME)
-    check_rate(facts.get("fps", 0), facts.get("frames_per_action", 1), env, folder)
+    check_plays(folder, policy_config, env, config.rename_map)
     controller = config.controller
     if controller == "select_action" and relative_actions(policy_config) is None:
         controller = "chunk"  # equal without relative actions

@@ -14,8 +14,6 @@ from lerobot.utils.constants import POLICY_PREPROCESSOR_DEFAULT_NAME
 
 from vla_finetuning.buckets.mirror import address
 from vla_finetuning.envs.configs import (
-    check_drawn,
-    drawn_for,
     env_config,
     how_drawn,
     initial_state_counts,
@@ -32,13 +30,13 @@ from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.matching import FeatureMatch
 from vla_finetuning.policies.optim import make_recipe
-from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
+from vla_finetuning.policies.pipelines import saved_rename_map
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.rl.demonstrations import resolve_demonstrations
 from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.sampler import FlowSDE
-from vla_finetuning.rollouts.player import check_fits, check_rename_map, opening_of
+from vla_finetuning.rollouts.player import check_plays, opening_of
 from vla_finetuning.run.job import Job
 from vla_finetuning.terminal import escaped
 
@@ -180,10 +178,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
             f"a probability, which is known here for the flow matching of {types_that(lambda family: family.flow)}; "
             "train one with vla.py"
         )
-    check_rename_map(policy_config, env, config.rename_map)
-    renamed = {**saved_rename_map(folder), **config.rename_map}
-    check_fits(policy_config, env, renamed, saved_shapes(folder, policy_config))
-    check_drawn(drawn_for(folder), env, folder)
+    check_plays(folder, policy_config, env, config.rename_map)
     if (opening := opening_of(folder)) and config.grpo.demonstrations is not None:
         raise ValueError(
             f"--grpo.demonstrations: instructions of policy {base['path']} begin with {opening!r}, which the dataset's "
@@ -194,6 +189,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
             f"policy {base['path']} has no {POLICY_PREPROCESSOR_DEFAULT_NAME}.json: how it was trained to see is not "
             "known; give the pretrained_model that vla.py has written"
         )
+    renamed = {**saved_rename_map(folder), **config.rename_map}
     env_keys = {renamed.get(key, key) for key in env_to_policy_features(env)}
     cameras = tuple(key for key in policy_config.image_features if key in env_keys)
     prompts = family_of(policy_config).prompt_lengths(policy_config, len(cameras))

@@ -31,6 +31,7 @@ from lerobot.policies.rtc import RTCConfig, reanchor_relative_rtc_prefix
 from lerobot.processor import NormalizerProcessorStep, RelativeActionsProcessorStep
 from lerobot.utils.constants import ACTION, OBS_STATE, OBS_STR
 
+from vla_finetuning.envs.configs import check_drawn, check_rate, drawn_for
 from vla_finetuning.envs.protocol import Observation, select_rows, stack
 from vla_finetuning.files import read_json
 from vla_finetuning.options.policy import ROBOT_NAME, WRITES
@@ -39,7 +40,13 @@ from vla_finetuning.options.recap import ADVANTAGE, without_label
 from vla_finetuning.policies.family import MAX_DELAY
 from vla_finetuning.policies.flow import continue_chunk, guided_chunk
 from vla_finetuning.policies.loading import WEIGHTS_FILE, load_policy, read_weights
-from vla_finetuning.policies.pipelines import check_prompts_differ, load_processors, tokenizer_step
+from vla_finetuning.policies.pipelines import (
+    check_prompts_differ,
+    load_processors,
+    saved_rename_map,
+    saved_shapes,
+    tokenizer_step,
+)
 from vla_finetuning.policies.processors import EMPTY_CAMERA, IMAGENET_STEP
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import remote_code
@@ -500,14 +507,21 @@ def shown_features(config: PreTrainedConfig, env: EnvConfig) -> dict[str, Any]:
     return family_of(config).env_features(config, env, features)
 
 
-def check_rename_map(config: PreTrainedConfig, env: EnvConfig, rename_map: Mapping[str, str]) -> None:
-    """Raise ValueError for a key of --rename_map that the environment does not have."""
+def check_plays(folder: Path, config: PreTrainedConfig, env: EnvConfig, rename_map: Mapping[str, str]) -> None:
+    """Refuse an exported policy that cannot play an environment, or was trained on other images or at another rate.
+
+    Raises ValueError, also for a key of `rename_map` that the environment does not have.
+    """
     env_keys = sorted(shown_features(config, env).keys() - {ACTION})
     if unknown := sorted(rename_map.keys() - set(env_keys)):
         raise ValueError(
             f"--rename_map: --env.type={env.type} does not show {', '.join(unknown)}; it shows {', '.join(env_keys)}: "
             "give one of these names as the key"
         )
+    check_fits(config, env, {**saved_rename_map(folder), **rename_map}, saved_shapes(folder, config))
+    check_drawn(drawn_for(folder), env, folder)
+    facts = read_json(folder / ROBOT_NAME)
+    check_rate(facts.get("fps", 0), facts.get("frames_per_action", 1), env, folder)
 
 
 def check_acts(config: PreTrainedConfig) -> None:

@@ -42,7 +42,9 @@ def film(make: Maker, line: Mapping[str, Any], actions: np.ndarray) -> bytes:
             if moment.rendered:
                 frames.append(_view(env, moment.observation))
         fps = env.metadata.get("render_fps") or 10
-    pictures = [_shrink(frame) for frame in frames]
+    pictures = list(map(Image.fromarray, frames))
+    for picture in pictures:
+        picture.thumbnail((MAX_WIDTH, picture.height), Image.Resampling.LANCZOS, reducing_gap=None)
     milliseconds = [round(1000 * every / fps)] * (len(frames) - 1) + [PAUSE_MS]
     buffer = io.BytesIO()
     pictures[0].save(
@@ -121,11 +123,6 @@ def _view(env: gymnasium.Env[Any, Any], observation: Any) -> np.ndarray:
     images = list(pixels.values()) if isinstance(pixels, Mapping) else [pixels]
     height = max(image.shape[0] for image in images)
     return np.hstack([np.pad(image, ((0, height - len(image)), (0, 0), (0, 0))) for image in images])
-
-
-def _shrink(frame: np.ndarray) -> Image.Image:
-    picture, width = Image.fromarray(frame), min(frame.shape[1], MAX_WIDTH)
-    return picture.resize((width, max(1, round(frame.shape[0] * width / frame.shape[1]))), Image.Resampling.LANCZOS)
 
 
 def make_films(
