@@ -644,8 +644,9 @@ def test_arguments_that_do_not_fit(roots, rows_here):
         datasource([meta], camera_keys=["observation.images.nope"])
     with pytest.raises(ValueError, match="names 'nope'; the columns are"):
         datasource([meta], delta_timestamps={"nope": [0.0]})
-    with pytest.raises(ValueError, match="multiples of 1/10 s"):
-        datasource([meta], delta_timestamps={"action": [0.0, 0.05]})
+    for off in (0.05, math.nan):
+        with pytest.raises(ValueError, match="multiples of 1/10 s"):
+            datasource([meta], delta_timestamps={"action": [0.0, off]})
     with pytest.raises(ValueError, match="differ in"):
         datasource([meta, second])
     shared = ["action", "observation.state"]

@@ -26,8 +26,7 @@ def resolve_delta_indices(
         if features[key].dtype in ("string", "language"):
             raise ValueError(f"{meta.root}: delta_timestamps cannot window {key!r}, a {features[key].dtype} column")
         frames = np.asarray(seconds, np.float64) * meta.fps
-        off = np.abs(frames - np.rint(frames)) / meta.fps
-        if len(frames) == 0 or off.max() > tolerance_s:
+        if not len(frames) or not (np.abs(frames - np.rint(frames)) / meta.fps <= tolerance_s).all():  # or NaN
             raise ValueError(
                 f"{meta.root}: delta_timestamps[{key!r}] = {list(seconds)} must be multiples of 1/{meta.fps} s "
                 f"(the dataset's frame rate), at least one"
