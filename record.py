@@ -34,11 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(argv: list[str], stack: ExitStack) -> Work:
     """Resolve the recording."""
-    resolved = experts.resolve_recording(parse_record(argv))
+    record = experts.resolve_recording(parse_record(argv))
 
     def work() -> int:
         cluster.connect()
-        print_safe_text(experts.record(resolved))
+        print_safe_text(record())
         return 0
 
     return work

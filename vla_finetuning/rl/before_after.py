@@ -32,14 +32,12 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
     job, policy, env = run.job, run.policy, run.scene.env
     assert policy.folder is not None
     folder = fetched_for_good(job.output_dir / "pretrained_model")
-    after = load_policy_config(folder)
-    after.n_action_steps = policy.config.n_action_steps
     (robot,) = policy.robots
     options: dict[str, Any] = {"env": env, "opening": robot.opening, "trusted": policy.trusted}
     options["device"] = "cuda" if job.use_gpu else "cpu"
     sources = {
         "before": PolicySource(policy.folder, copy.deepcopy(policy.config), rename_map=robot.rename_map, **options),
-        "after": PolicySource(folder, after, **options),  # the export has the environment's names
+        "after": PolicySource(folder, load_policy_config(folder), **options),  # the export has the environment's names
     }
     makers = task_makers(env)
     comparison = SideBySide(

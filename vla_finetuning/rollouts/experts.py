@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,18 +55,8 @@ def _read(observation: Any, key: str) -> np.ndarray:
     return observation if observation.dtype == np.uint8 else observation.astype(np.float32)
 
 
-@dataclass(frozen=True)
-class Recording:
-    """A resolved and checked recording."""
-
-    config: RecordConfig
-    env: EnvConfig
-    makers: dict[str, Maker]
-    root: Path
-
-
-def resolve_recording(config: RecordConfig) -> Recording:
-    """Resolve and check the environment and the destination. Raises ValueError."""
+def resolve_recording(config: RecordConfig) -> Callable[[], str]:
+    """Resolve and check the environment and the destination; return the call of `record`. Raises ValueError."""
     env_type = config.env_type or ""
     env = env_config(env_type, [*DEFAULTS.get(env_type, ()), *config.env_options])
     if env_type not in DEFAULTS and not (is_own(env) and _has_expert(env)):
@@ -79,7 +69,7 @@ def resolve_recording(config: RecordConfig) -> Recording:
     root = Path(config.root or "").expanduser().absolute()
     if not is_free(root, "--root"):
         raise ValueError(f"--root={root} exists and is not empty: name a new folder, or remove it")
-    return Recording(config, env, task_makers(env), root)
+    return partial(record, config, env, task_makers(env), root)
 
 
 def _has_expert(config: EnvConfig) -> bool:
@@ -87,9 +77,8 @@ def _has_expert(config: EnvConfig) -> bool:
         return env.has_wrapper_attr("expert_action")
 
 
-def record(recording: Recording) -> str:
+def record(config: RecordConfig, env: EnvConfig, makers: Mapping[str, Maker], root: Path) -> str:
     """Record on the cluster that this process has joined; return a summary. Raises as `record_dataset`."""
-    config, env, makers, root = recording.config, recording.env, recording.makers, recording.root
     episodes = list(itertools.product(makers, range(config.seed, config.seed + config.episodes)))
 
     def failures(written: list[bool]) -> dict[str, list[int]]:
