@@ -18,14 +18,7 @@ from lerobot.utils.constants import ACTION, OBS_PREFIX
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.dataset import absent_vector
-from vla_finetuning.data.metadata import (
-    CAMERA_DTYPES,
-    NUMERIC_DTYPES,
-    DatasetMetadata,
-    Feature,
-    rename_features,
-    without_features,
-)
+from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, rename_features, without_features
 from vla_finetuning.data.options import Features, Selection
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.options.mixture import Member
@@ -310,12 +303,11 @@ def _check_policy(base: Base) -> None:
 
 
 def _with_policy_names(meta: DatasetMetadata, keys: Iterable[str], rename_map: Mapping[str, str]) -> DatasetMetadata:
-    """Rename the features `keys` to the policy's names, and drop all other numeric observations and cameras."""
+    """Rename the features `keys` to the policy's names, and drop all other observations but texts."""
     other = {
         key
         for key, feature in meta.features.items()
-        if key not in keys
-        and (feature.dtype in CAMERA_DTYPES or (feature.dtype in NUMERIC_DTYPES and key.startswith(OBS_PREFIX)))
+        if key not in (*keys, *meta.text_keys) and (key.startswith(OBS_PREFIX) or feature.dtype in CAMERA_DTYPES)
     }
     return rename_features(without_features(meta, other), rename_map)
 

@@ -22,7 +22,6 @@ from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import (
     check_absolute_dimensions,
     compute_stats,
-    normalisation_stats,
     with_placeholders,
     with_statistics,
 )
@@ -155,10 +154,8 @@ def with_stats(run: Run) -> Run:
     for number, robot in enumerate(robots):
         if not robot.missing_stats:
             continue
-        rows, match = run.rows.select_datasets(robot.datasets), robot.row_match
-        computed, joint = compute_stats(run.config, rows, robot, cache_dir)
-        options, keys = run.config.dataset, match.dataset_keys
-        stats = normalisation_stats(options, robot.config, computed, match.camera_keys, keys, joint)
+        rows = run.rows.select_datasets(robot.datasets)
+        computed, stats = compute_stats(run.config, rows, robot, cache_dir)
         robots[number] = replace(robot, stats=stats, missing_stats={})
         for dataset, meta in zip(robot.datasets, computed, strict=True):
             metas[dataset] = meta

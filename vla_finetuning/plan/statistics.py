@@ -64,10 +64,9 @@ def with_statistics(config: Config, rows: Rows, robots: Sequence[Robot]) -> tupl
 
 
 def _decide_robot(config: Config, rows: Rows, robot: Robot) -> tuple[Robot, Mode]:
-    d, metas, match, policy_config = config.dataset, rows.metas, robot.row_match, robot.config
-    keys, cameras = match.dataset_keys, match.camera_keys
-    needed = needed_stats(policy_config, metas[0], cameras, keys, d.use_imagenet_stats, rows.any_held_out)
-    relative = relative_actions(policy_config)
+    d, metas = config.dataset, rows.metas
+    needed = needed_stats(d, rows, robot)
+    relative = relative_actions(robot.config)
     missing = missing_stats(metas, needed, () if relative is None else ("action",))
     for meta in metas if d.statistics != "exact" else ():
         check_stats(meta, {key: names for key, names in needed.items() if relative is None or key != "action"})
@@ -85,14 +84,13 @@ def _decide_robot(config: Config, rows: Rows, robot: Robot) -> tuple[Robot, Mode
             "flag out"
         )
     if not (missing or misdescribed or d.mixed_ranges):
-        check_ranges(metas, keys)
+        check_ranges(metas, robot.row_match.dataset_keys)
     lines = [_describe_choice(d, mode, vectors, missing, misdescribed, len(metas)), *lines]
     if mode == "exact":
         missing = vectors
     stats: Stats = {}
     if not missing:
-        joint = joint_stats(config, metas, rows.identity["rows_per_source"], keys)
-        stats = normalisation_stats(replace(d, statistics=mode), policy_config, metas, cameras, keys, joint)
+        stats = normalisation_stats(replace(d, statistics=mode), robot, metas, joint_stats(config, rows, robot, metas))
     return replace(robot, stats=stats, missing_stats=missing, statistics=tuple(lines)), mode
 
 
@@ -218,13 +216,12 @@ def movement_of(meta: DatasetMetadata, rename_map: Mapping[str, str], skip_idle:
 def compute_stats(
     config: Config, trained: Rows, robot: Robot, cache_dir: Path
 ) -> tuple[tuple[DatasetMetadata, ...], Stats]:
-    """Return the metadata with missing statistics of each of a robot's datasets, and those of all together.
+    """Return the metadata with a robot's missing statistics of each dataset, and `normalisation_stats` of all.
 
     With mixture_stats "weights", a dataset's weight is its number of rows in an epoch. Frames that --dataset.skip_idle
     leaves out do not count. Raises ValueError or FileNotFoundError for a data file that is missing or damaged.
     """
-    metas, rows, keys = trained.metas, trained.identity["rows_per_source"], robot.row_match.dataset_keys
-    missing, relative = robot.missing_stats, relative_actions(robot.config)
+    metas, missing, relative = trained.metas, robot.missing_stats, relative_actions(robot.config)
     steps = trained.features.window_steps or (1,) * len(metas)
     if config.dataset.statistics == "lerobot":
         chosen = [np.union1d(*episodes) for episodes in zip(trained.train_episodes, trained.eval_episodes, strict=True)]
@@ -233,11 +230,13 @@ def compute_stats(
             _compute_as_lerobot(meta, episodes, missing, spec, cache_dir)
             for meta, episodes, spec in zip(metas, chosen, specs, strict=True)
         )
-        return completed, joint_stats(config, completed, rows, keys)
+        joint = joint_stats(config, trained, robot, completed)
+        return completed, normalisation_stats(config.dataset, robot, completed, joint)
     weights = [1.0] * len(metas)
     if _weighted(config):
         ranges_of_all = trained.selection.frame_ranges or ()
-        weights = [count / ranges.moving for count, ranges in zip(rows, ranges_of_all, strict=True)]
+        counts = trained.identity["rows_per_source"]
+        weights = [count / ranges.moving for count, ranges in zip(counts, ranges_of_all, strict=True)]
     movements = [movement_of(meta, trained.rename_map, config.dataset.skip_idle) for meta in metas]
     sources = [Source(*source) for source in zip(metas, trained.train_episodes, weights, movements, steps, strict=True)]
     joint, per_dataset = exact_stats(
@@ -252,12 +251,14 @@ def compute_stats(
         replace(meta, stats={**meta.stats, **{key: _as_in_files(meta, key, values) for key, values in stats.items()}})
         for meta, stats in zip(metas, per_dataset, strict=True)
     )
-    return completed, {**joint_stats(config, metas, rows, keys), **joint}
+    joint = {**joint_stats(config, trained, robot, metas), **joint}
+    return completed, normalisation_stats(config.dataset, robot, completed, joint)
 
 
-def joint_stats(config: Config, metas: Sequence[DatasetMetadata], rows: Sequence[int], keys: Sequence[str]) -> Stats:
-    """Join the datasets' own statistics of features `keys`; `rows` are the rows of each dataset in an epoch."""
-    return join_stats(metas, rows if _weighted(config) else None, keys)
+def joint_stats(config: Config, rows: Rows, robot: Robot, metas: Sequence[DatasetMetadata]) -> Stats:
+    """Join the own statistics of a robot's datasets `metas`, of the features that its policy gets."""
+    counts = rows.identity["rows_per_source"] if _weighted(config) else None
+    return join_stats(metas, counts, robot.row_match.dataset_keys)
 
 
 def _weighted(config: Config) -> bool:
@@ -323,20 +324,14 @@ def _nearly_equal(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return high - low <= 1e-6 * np.maximum(abs(low), abs(high))
 
 
-def needed_stats(
-    policy_config: PreTrainedConfig,
-    meta: DatasetMetadata,
-    camera_keys: Sequence[str],
-    keys: Sequence[str],
-    use_imagenet_stats: bool,
-    any_held_out: bool,
-) -> Names:
+def needed_stats(d: DatasetOptions, rows: Rows, robot: Robot) -> Names:
     """Return the statistics that the policy's normalisation and its evaluation need."""
-    needed = required_stats(policy_config, {k: meta.features[k] for k in keys})
-    if use_imagenet_stats:
-        reduced = {k: names - IMAGENET_STATS.keys() if k in camera_keys else names for k, names in needed.items()}
+    match, features = robot.row_match, rows.metas[0].features
+    needed = required_stats(robot.config, {key: features[key] for key in match.dataset_keys})
+    if d.use_imagenet_stats:
+        reduced = {k: names - IMAGENET_STATS.keys() if k in match.camera_keys else names for k, names in needed.items()}
         needed = {key: names for key, names in reduced.items() if names}
-    if any_held_out:
+    if rows.any_held_out:
         # On held-out episodes, a policy is compared with the mean action (evaluation/open_loop.py).
         needed["action"] = needed.get("action", set()) | {"mean"}
     return needed
@@ -367,21 +362,15 @@ def missing_stats(
     return missing
 
 
-def normalisation_stats(
-    d: DatasetOptions,
-    policy_config: PreTrainedConfig,
-    metas: Sequence[DatasetMetadata],
-    camera_keys: Sequence[str],
-    keys: Sequence[str],
-    stats: Stats,
-) -> Stats:
-    """Return the policy's normalisation statistics: joint `stats` with widened ranges, and ImageNet's for cameras."""
+def normalisation_stats(d: DatasetOptions, robot: Robot, metas: Sequence[DatasetMetadata], stats: Stats) -> Stats:
+    """Return a robot's normalisation statistics: joint `stats` with widened ranges, and ImageNet's for cameras."""
+    match = robot.row_match
     if not d.mixed_ranges:
-        check_ranges(metas, keys)
+        check_ranges(metas, match.dataset_keys)
     if d.statistics != "lerobot":
-        features = {key: metas[0].features[key] for key in keys}
-        stats = widen_ranges(stats, needed_of_vectors(features, required_stats(policy_config, features)))
-    return with_imagenet_stats(stats, camera_keys) if d.use_imagenet_stats else stats
+        features = {key: metas[0].features[key] for key in match.dataset_keys}
+        stats = widen_ranges(stats, needed_of_vectors(features, required_stats(robot.config, features)))
+    return with_imagenet_stats(stats, match.camera_keys) if d.use_imagenet_stats else stats
 
 
 def relative_actions(policy_config: PreTrainedConfig) -> RelativeActions | None:

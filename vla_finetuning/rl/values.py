@@ -115,13 +115,8 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
     policy = replace(policy, value=spec, flops_by_prompt={}, parameters=_count(policy, spec))
     job = make_job(run.config, policy, run.job.steps, rows.identity)
     training = replace(run, policy=policy, rows=rows, job=job)
-    config = replace(
-        config,
-        policy_revision=run.config.policy_revision,
-        dataset=ValueDatasetOptions(**vars(run.config.dataset)),
-        scaling=run.config.scaling,
-        batch_size=run.config.batch_size,
-    )
+    dataset, revision = ValueDatasetOptions(**vars(run.config.dataset)), run.config.policy_revision
+    config = replace(config, policy_revision=revision, dataset=dataset, scaling=run.config.scaling)
     return ValueRun(config, training, success, corrected, tasks, returns)
 
 
