@@ -34,7 +34,7 @@ def test_every_flag_is_taken_or_answered(flag):
         return
     with pytest.raises(ValueError) as refused:
         parse_args([f"--{flag.replace('*', 'type')}", "1", "--dataset.root=/d", "--policy.type=act", "--output_dir=/o"])
-    assert f"lerobot-train has --{flag.replace('*', 'type')}; here: {answer(flag)}" in str(refused.value)
+    assert f"LeRobot has --{flag.replace('*', 'type')}; here: {answer(flag)}" in str(refused.value)
 
 
 def test_nothing_is_answered_that_is_not_asked():

@@ -22,12 +22,12 @@ from vla_finetuning.data.disk_cache import FrameCache, has_capacity
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.options import Selection
 from vla_finetuning.data.shards import Sharding
-from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.command_line import EVALUATE, SERVE, parse_args, parse_evaluate
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.plan import base_policy
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import resolve
-from vla_finetuning.policies.loading import load_policy
+from vla_finetuning.policies.loading import load_policy, make_policy_config
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import DeviceHalf, Prepare
 from vla_finetuning.policies.registry import FAMILIES, family_of
@@ -513,6 +513,10 @@ def test_an_option_of_the_policy_that_would_be_ignored(setting):
     message = "--policy.train_expert_only has no effect on a 'tiny_pi05' here; use --train.mode expert"
     with pytest.raises(ValueError, match=message):
         plan(setting, "--policy.train_expert_only=true")
+    flags = ["--policy.path=/p", "--env.type=two_bins", "--output_dir=/o", "--policy.device=cuda"]
+    with pytest.raises(ValueError, match="--policy.device has no effect .*; use --use_gpu$"):
+        base_policy.check_policy_options(parse_evaluate(flags), make_policy_config("act"))
+    assert "use_gpu" in EVALUATE.flags and "use_gpu" in SERVE.flags
 
 
 def rehearsal(folder, episodes, tasks, *flags):

@@ -276,8 +276,8 @@ def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
     for name, value in arguments:
         if value is not None and not value.strip():
             raise ValueError(f"command line: --{name} is empty (an unset variable?): give a value, or leave it out")
-        if name not in flags and program.config_type is Config and (hint := answer(name)):
-            raise ValueError(f"command line: lerobot-train has --{name}; here: {hint}")
+        if name not in flags and program.config_type in (Config, EvaluateConfig) and (hint := answer(name)):
+            raise ValueError(f"command line: LeRobot has --{name}; here: {hint}")
         is_option = name in flags and not flags[name].is_group
         in_group = name.startswith(groups) and re.fullmatch(r"[A-Za-z_][\w.]*", name.partition(".")[2])
         if not (is_option or in_group):
@@ -294,8 +294,8 @@ def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
     pull(path)
     try:
         saved = read_foreign_json(path)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not JSON ({error}); give a run's {CONFIG_NAME}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON ({error}); give a run's {CONFIG_NAME}") from error
     refuse_credentials(json.dumps(saved), str(path))
     if not isinstance(saved, dict):
         raise ValueError(f"{path}: expected a JSON object; give a run's {CONFIG_NAME}")

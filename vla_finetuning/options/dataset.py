@@ -12,6 +12,7 @@ from vla_finetuning.options.mixture import members, robots
 
 MissingCameras = Literal["error", "mask"]
 OnError = Literal["stop", "skip"]
+ENABLED = "dataset.image_transforms.enable"
 
 
 @dataclass
@@ -22,14 +23,14 @@ class ImageTransformOptions:
         False, "Augment training frames with LeRobot's image transforms.", conflicts={"train.augmentation": ""}
     )
     max_num_transforms: int = option(
-        3, "Number of transforms applied to each camera of each row, drawn by their weights.", min=1
+        3, "Number of transforms applied to each camera of each row, drawn by their weights.", min=1, only_with=ENABLED
     )
-    random_order: bool = option(False, "Apply transforms in random order, not in the order of `tfs`.")
+    random_order: bool = option(False, "Apply transforms in random order, not that of `tfs`.", only_with=ENABLED)
     tfs: dict[str, Any] = option(
         {},
         "The transforms. Default: LeRobot's.",
         form="""JSON, as '{"dark": {"weight": 1.0, "type": "ColorJitter", "kwargs": {"brightness": [0.5, 0.9]}}}'""",
-        only_with="dataset.image_transforms.enable",
+        only_with=ENABLED,
     )
 
 

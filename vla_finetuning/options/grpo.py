@@ -13,6 +13,7 @@ Method = Literal["grpo", "ppo", "filtered"]
 Reward = Literal["success", "return"]
 # Prefix of the critic's parameters in a checkpoint; the critic is not part of the policy.
 CRITIC = "critic."
+PPO = "grpo.method=ppo"
 
 
 @dataclass
@@ -64,21 +65,17 @@ class GrpoOptions:
         3.0, "Bound of the loss for negative advantages (dual clip). null: no bound.", above=0
     )
     normalise: bool = option(True, "Divide advantages by the group's standard deviation.")
-    gamma: float = option(0.99, "With --grpo.method ppo: discount of rewards per decision.", above=0, max=1)
-    gae_lambda: float = option(
-        0.95, "With --grpo.method ppo: weight of later decisions in an advantage (GAE).", min=0, max=1
-    )
+    gamma: float = option(0.99, "ppo: discount of rewards per decision.", above=0, max=1, only_with=PPO)
+    gae_lambda: float = option(0.95, "ppo: weight of later decisions in advantages.", min=0, max=1, only_with=PPO)
     bootstrap_time_limit: bool = option(
         False,
-        "With --grpo.method ppo: add the critic's value of the last state to the last reward of an episode that ends "
-        "at its time limit. For dense rewards.",
-        requires={"grpo.method=ppo": "only a critic knows what a state is worth"},
+        "ppo: add the critic's value of the last state to the last reward of an episode that ends at its time limit. "
+        "For dense rewards.",
+        requires={PPO: "only a critic knows what a state is worth"},
     )
-    value_lr: float = option(1e-3, "With --grpo.method ppo: learning rate of the critic.", above=0)
+    value_lr: float = option(1e-3, "ppo: learning rate of the critic.", above=0, only_with=PPO)
     value_clip: float | None = option(
-        0.2,
-        "With --grpo.method ppo: bound of a value's change in an iteration, as a clipped loss. null: no bound.",
-        above=0,
+        0.2, "ppo: bound of a value's change in an iteration (clipped loss). null: none.", above=0, only_with=PPO
     )
     target_kl: float | None = option(
         0.001,
@@ -118,7 +115,7 @@ class GrpoOptions:
         "next.done at the end of the run. A new folder, on a cluster on a path that all nodes share.",
         file="path",
     )
-    record_every: int = option(1, "With --grpo.record_dataset: record every n-th iteration.", min=1)
+    record_every: int = option(1, "Record every n-th iteration.", min=1, only_with="grpo.record_dataset")
 
     def check(self, config: Any) -> None:
         check_recorded(self.record_dataset, "--grpo.record_dataset")

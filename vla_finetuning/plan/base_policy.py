@@ -228,7 +228,7 @@ def check_policy_options(config: PolicyOptions, policy_config: PreTrainedConfig)
     """Refuse options of the policy that would be ignored, and name the flag that has their effect."""
     trains = isinstance(config, Config)
     remedies = {
-        "device": "use --scaling.use_gpu" if trains else "use --policy.use_gpu",
+        "device": "use --scaling.use_gpu" if trains else "use --use_gpu",
         "pretrained_path": "use --policy.path",
         # Where pushing is a flag, these never are options of the policy.
         **dict.fromkeys(
