@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Show the dataset or mixture that the flags name, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("root", nargs="?", help="a local folder, s3://, gs://; @FILE: a mixture")
+    which.add_argument("root", nargs="?", help="a local folder, s3://, gs:// or az://; @FILE: a mixture")
     which.add_argument("--repo_id", help="a dataset on the Hugging Face Hub, which is downloaded")
     parser.add_argument("--revision", help="of the dataset on the Hub (default: as of now)")
     parser.add_argument("--rename_map", type=json.loads, default={}, help="names of features, as a run's --rename_map")
