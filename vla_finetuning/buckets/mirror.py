@@ -374,17 +374,19 @@ def pull(path: Path, *, at_the_top: bool = False) -> None:
         located[0].pull(located[1], at_the_top)
 
 
-def read_stored(path: Path, start: int = 0, end: int | None = None) -> bytes:
-    """Read bytes [start, end), or a whole file, from its store, not the local copy.
+def read_stored(path: Path, span: tuple[int, int] | None = None) -> bytes:
+    """Read the bytes [start, end) of a `span`, or a whole file, from its store, not the local copy.
 
     Raises FileNotFoundError, StorageError.
     """
     if located := mirror_of(path):
         store, key = located[0].store, located[0].key_of(located[1])
-        return store.get(key)[0] if end is None else store.range(key, start, end)
+        return store.get(key)[0] if span is None else store.range(key, *span)
+    if span is None:
+        return path.read_bytes()
     with path.open("rb") as file:
-        file.seek(start)
-        return file.read() if end is None else file.read(end - start)
+        file.seek(span[0])
+        return file.read(span[1] - span[0])
 
 
 def keep_unsent(path: Path, folder: Path) -> None:

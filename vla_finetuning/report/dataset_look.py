@@ -21,8 +21,8 @@ from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Featur
 from vla_finetuning.data.options import Features, Reading, Selection
 from vla_finetuning.data.quantiles import LIMITS, outside
 from vla_finetuning.data.reader import height_width
+from vla_finetuning.data.relative_actions import ACTION, STATE
 
-STATE, ACTION = "observation.state", "action"
 # Returns, by episode, the error that would end a run which reads these features.
 Problems = Callable[[DatasetMetadata, np.ndarray, Features], Mapping[int, str]]
 

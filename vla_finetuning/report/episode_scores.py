@@ -15,15 +15,8 @@ import numpy as np
 from vla_finetuning.data.dataset import known_episodes
 from vla_finetuning.data.idle import STILL, idle_frames, value_range, value_span
 from vla_finetuning.data.metadata import DatasetMetadata
-from vla_finetuning.report.dataset_look import (
-    ACTION,
-    MOMENTS,
-    STATE,
-    camera_findings,
-    first_positions,
-    open_source,
-    vector_keys,
-)
+from vla_finetuning.data.relative_actions import ACTION, STATE
+from vla_finetuning.report.dataset_look import MOMENTS, camera_findings, first_positions, open_source, vector_keys
 
 # Thresholds of reasons: share of idle frames; share of frames with an action at the end of its range; jerk, or distance
 # of action and next state, as a multiple of the median episode.

@@ -30,12 +30,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from vla_finetuning.buckets.mirror import address, as_path, pull, synced
 from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.data.metadata import dimension_names, load_metadata
+from vla_finetuning.data.relative_actions import ACTION
 from vla_finetuning.files import read_json, read_lines, write_whole
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.report import figures
 from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.charts import metric_charts
-from vla_finetuning.report.dataset_look import ACTION, OUTLIER, Look, look_at, scaled_ranges
+from vla_finetuning.report.dataset_look import OUTLIER, Look, look_at, scaled_ranges
 from vla_finetuning.report.episode_scores import Score
 from vla_finetuning.report.figures import Chunk, plain
 from vla_finetuning.report.loop import closed_loop, over_latency, score_row, shown_films

@@ -333,10 +333,10 @@ def _names(folder: Path, state: Mapping[str, Any], group_name: str) -> set[str]:
     names: set[str] = set()
     for file in (name for name in state["files"] if name.startswith(group_name)):
         path = folder / state.get("folder", "") / file
-        length = int.from_bytes(read_stored(path, 0, 8), "little")
+        length = int.from_bytes(read_stored(path, (0, 8)), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"{file}: its header has {length} bytes")
-        names |= json.loads(read_stored(path, 8, 8 + length)).keys() - {"__metadata__"}
+        names |= json.loads(read_stored(path, (8, 8 + length))).keys() - {"__metadata__"}
     return names
 
 
