@@ -11,7 +11,7 @@ from __future__ import annotations
 from vla_finetuning.terminal import print_safe
 
 _LOADER = "there is no DataLoader: read tasks use the CPUs that are free (--scaling.cpus_per_read_task)"
-_TRACKER = "--track wandb; its run goes on with --resume, and what wandb reads from its environment applies"
+_TRACKER = "--track wandb; --resume continues its run, and wandb reads its own environment variables"
 _NO_RECORDING = "play the finished policy with evaluate.py --eval.record_dataset DIR, which writes a LeRobot dataset"
 _JOBS = "start it on the cluster: `ray job submit`, or the job files in configs/"
 
@@ -19,20 +19,20 @@ _JOBS = "start it on the cluster: `ray job submit`, or the job files in configs/
 ANSWERED = {
     "dataset.repo_type": "datasets in buckets are read by their address: --dataset.root s3://..., gs://... or az://...",
     "dataset.image_transforms.tfs.*": "all of them in one flag, as JSON: --dataset.image_transforms.tfs",
-    "dataset.video_backend": "videos are decoded by PyAV, whose frames LeRobot's pyav backend gives to the bit",
+    "dataset.video_backend": "PyAV decodes videos; frames equal those of LeRobot's pyav backend, bit for bit",
     "dataset.return_uint8": "frames always travel as uint8",
     "dataset.depth_output_unit": "depth maps are read in millimetres, LeRobot's default",
     "dataset.streaming": "datasets are always streamed, in the plan's order: leave it out",
     "eval.use_async_envs": "environments always run side by side, in processes of their own: --eval.env_actors",
     **dict.fromkeys(("eval.recording", "eval.recording_repo_id", "eval.recording_private"), _NO_RECORDING),
     "reward_model.*": "reward models are not trained here: use lerobot-train",
-    "job_name": "runs go by their folder: --output_dir",
+    "job_name": "a run's name is its folder: --output_dir",
     "cudnn_deterministic": "--train.deterministic",
     "num_workers": f"{_LOADER}; --scaling.num_workers are training processes, one GPU each",
     "prefetch_factor": _LOADER,
     "persistent_workers": _LOADER,
     "dataloader_multiprocessing_context": _LOADER,
-    "save_checkpoint": "checkpoints are always saved, without a pause to speak of: --save_freq says how often",
+    "save_checkpoint": "checkpoints are always saved, in the background: --save_freq says how often",
     "save_checkpoint_to_hub": "the policy is pushed once, at the end: --policy.repo_id; --export best: the best one",
     "wandb.enable": "--track wandb",
     "wandb.project": "--track_project",
