@@ -36,8 +36,8 @@ from vla_finetuning.training.capacity import fits, planned_memory
 from vla_finetuning.training.feed import policy_batches
 from vla_finetuning.training.fitting import on_cluster
 from vla_finetuning.training.memory import GIB
-from vla_finetuning.training.model import build_model, build_optimizer
-from vla_finetuning.training.parallel import replicas, shard_of, spread
+from vla_finetuning.training.model import build_model, build_optimizer, check_attention
+from vla_finetuning.training.parallel import cache_casts, replicas, shard_of, spread
 from vla_finetuning.training.state import noise_for
 from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import RayWorker, Worker
@@ -181,9 +181,11 @@ def _measure(
 ) -> Spreading:
     device, accum = worker.device, run.config.grad_accum
     loss, autocast = build_model(run.policy, device)
+    check_attention(run.policy, loss, device, autocast, None)
     model = spread(loss, strategy, device, schedule.world, replicas=by_node, autocast=autocast)
     optimizer = build_optimizer(run.policy, loss, run.job.steps)
-    step = partial(train_step, model, optimizer, autocast=autocast, device=device)
+    keeps = cache_casts(strategy, accum, run.config.train.activation_checkpointing)
+    step = partial(train_step, model, optimizer, autocast=autocast, device=device, keep_casts=keeps)
     tool.free_memory(device)
     feed, step_s, losses = itertools.cycle(batches), [], []
     for number in range(WARMUP_STEPS + steps):

@@ -30,7 +30,7 @@ PACKAGES = ("torch", "ray", "lerobot", "transformers", "numpy", "av", "pyarrow")
 class Record(BaseModel):
     """Part of a result; reading it refuses missing, unknown and mistyped fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class Environment(Record):

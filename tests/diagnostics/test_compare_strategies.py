@@ -1,9 +1,13 @@
 """Which strategies are compared; `tests/training/test_parallel.py` compares them."""
 
+import math
 from dataclasses import replace
 
+import pytest
+import torch
+
 from diagnostics import compare_strategies
-from diagnostics.compare_strategies import Spreading, StrategiesReport
+from diagnostics.compare_strategies import RankStrategies, Spreading, StrategiesReport
 from diagnostics.report import Environment
 from tests import in_process
 from vla_finetuning.training.memory import GIB, StepMemory
@@ -38,3 +42,30 @@ def test_a_strategy_that_does_not_fit_by_its_plan_is_left_out(run, monkeypatch):
     assert " ".join(rows["ddp"]) == "ddp - - - - 84.00 left out -"
     assert " ".join(rows["fsdp2"]) == "fsdp2 0.5000 8.0 1.00x 1.0000 44.00 20.00 0.0e+00"
     assert [title.split(":")[0] for title, _ in compare_strategies.charts(report)] == ["fsdp2", "fsdp2_reshard"]
+
+
+def test_a_step_is_that_of_a_run(run, monkeypatch):
+    """With the run's kernel of attention, and casts that ddp makes once for two micro-batches."""
+    monkeypatch.setattr(compare_strategies, "build_model", lambda *_: ("loss", torch.bfloat16))
+    monkeypatch.setattr(compare_strategies, "spread", lambda *_, **__: "model")
+    monkeypatch.setattr(compare_strategies, "build_optimizer", lambda *_: "optimizer")
+    checked, given = [], []
+    monkeypatch.setattr(compare_strategies, "check_attention", lambda *arguments: checked.append(arguments[1:]))
+
+    def train_step(*_, keep_casts, **__):
+        given.append(keep_casts)
+        raise InterruptedError
+
+    monkeypatch.setattr(compare_strategies, "train_step", train_step)
+    worker, dealt = in_process.Rank(), in_process.schedule(run, 0, 1)
+    for strategy in ("ddp", "fsdp2"):
+        with pytest.raises(InterruptedError):
+            compare_strategies._measure(run, strategy, 1, [], dealt, worker, None)
+    assert given == [True, False] and checked == 2 * [("loss", worker.device, torch.bfloat16, None)]
+
+
+def test_losses_that_are_not_finite_reach_the_driver():
+    spreading = Spreading(strategy="ddp", step_s=[0.5], losses=[math.nan, math.inf], state_bytes=0, peak_bytes=None)
+    rank = RankStrategies(rank=0, environment=Environment.here(), spreadings=[spreading])
+    losses = RankStrategies.model_validate_json(rank.model_dump_json()).spreadings[0].losses
+    assert math.isnan(losses[0]) and losses[1] == math.inf
