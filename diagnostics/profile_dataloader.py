@@ -188,11 +188,11 @@ def charts(report: LoaderReport) -> list[tuple[str, str]]:
 
 def balance(loader: LoaderReport, step: StepReport) -> list[str]:
     """Return sentences on the bottleneck, its factor, and the CPUs per worker that would balance both sides."""
-    step_rate = step.global_batch_size / (step.untouched_s - step.exposed_wait_s)
-    loader_rate = loader.rows_per_s
+    waiting, loader_rate = step.phases["data_wait"].share, loader.rows_per_s
+    step_rate = step.global_batch_size / (step.untouched_s * (1 - waiting))
     sentences = [
         f"The step, never waiting, takes {step_rate:.1f} rows/s; the data engine gives {loader_rate:.1f} rows/s. "
-        f"(The step was measured waiting {step.exposed_wait_s / step.untouched_s:.0%} of its time.)"
+        f"(The step was measured waiting {waiting:.0%} of its time.)"
     ]
     if loader_rate * BALANCED < step_rate:
         times = step_rate / loader_rate

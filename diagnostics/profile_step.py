@@ -37,6 +37,7 @@ from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, prepare_folder
 from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
+from vla_finetuning.training.capacity import UNSHARDED_OPTIMIZERS
 from vla_finetuning.training.fitting import on_cluster
 from vla_finetuning.training.model import build_optimizer
 from vla_finetuning.training.worker import RayWorker, Worker
@@ -70,11 +71,11 @@ def profile_worker(run: Run, settings: Settings, worker: Worker, **options: Any)
     options |= {"make_optimizer": partial(make_optimizer, settings)}
     options |= {"find_unused_parameters": settings.find_unused_params}
     vla.train(run, worker, [clock], clock=clock, **options)
-    timed, last = clock.times("timed"), clock.times("checkpoint")
-    assert timed is not None
     cuda = device.type == "cuda"
     if cuda:
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)  # events have no times before
+    timed, last = clock.times("timed"), clock.times("checkpoint")
+    assert timed is not None
     profile = RankProfile(
         rank=rank,
         environment=Environment.here(),
@@ -102,8 +103,8 @@ def make_optimizer(settings: Settings, spec: PolicySpec, loss: PolicyLoss, steps
     """Build the run's optimizer, changed as the settings say."""
     optimizer = build_optimizer(spec, loss, steps)
     if not settings.fused_adamw:
-        constants = {key: optimizer.optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        optimizer = replace(optimizer, optimizer=_ForeachAdamW(optimizer.params, **constants, foreach=True))
+        groups = [{**group, "fused": False, "foreach": True} for group in optimizer.optimizer.param_groups]
+        optimizer = replace(optimizer, optimizer=_ForeachAdamW(groups))
     return tool.NoOptimizer.of(optimizer) if settings.no_optim else optimizer
 
 
@@ -142,7 +143,9 @@ def write_trace(torch_trace: Path, tasks: Sequence[dict[str, Any]], path: Path) 
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
     settings = Settings.of(options, run)
     if not settings.fused_adamw:
-        scaling = run.config.scaling
+        scaling, optimizer = run.config.scaling, run.policy.recipe.optimizer.type
+        if optimizer in UNSHARDED_OPTIMIZERS:
+            raise ValueError(f"--fused_adamw=false: the run's optimizer is {optimizer}, not AdamW; leave the flag out")
         if scaling.strategy != "ddp" and scaling.num_workers > 1:
             raise ValueError(
                 f"--fused_adamw=false: the shards of --scaling.strategy={scaling.strategy} are updated by the fused "
@@ -173,8 +176,10 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Profile the run that the flags describe, or compare two results; return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    if any(arg.partition("=")[0] == "--compare" for arg in argv):
+    if "--compare" in argv and not {"--help", "-h"} & set(argv):
         try:
+            if len(argv) != 3:
+                raise ValueError("--compare takes two results, and no other flags beside it")
             print_safe_text(compare(*map(StepReport.read, parse_options(argv)[0].compare)))
             return 0
         except (ValueError, OSError) as error:

@@ -123,11 +123,6 @@ class StepReport(WorkersReport[RankProfile]):
         return float(np.mean(self.step_s["untouched"]))
 
     @property
-    def exposed_wait_s(self) -> float:
-        """Return the mean seconds of a step without computation, because data is missing."""
-        return self.phases["data_wait"].exposed.mean
-
-    @property
     def hidden_s(self) -> float:
         """Return the mean seconds of work in a step that overlaps with other work."""
         return sum(phase.full.mean - phase.exposed.mean for phase in self.phases.values())

@@ -148,8 +148,7 @@ def step_report(run, tmp_path_factory):
 
 
 def at(step_report, step_s, wait_s):
-    wait = step_report.phases["data_wait"]
-    wait = wait.model_copy(update={"exposed": wait.exposed.model_copy(update={"mean": wait_s})})
+    wait = step_report.phases["data_wait"].model_copy(update={"share": wait_s / step_s})
     return step_report.model_copy(
         update={"step_s": {"untouched": [step_s] * 2}, "phases": step_report.phases | {"data_wait": wait}}
     )
@@ -170,5 +169,7 @@ def test_a_starved_step_and_a_slow_model_are_told_apart(step_report, loader_repo
     assert said == "The step is the bottleneck: the data engine could feed 4.00x as much."
     assert cpus.startswith("1.00 CPUs for data per worker")
     assert balance(loader_report, at(step_report, 0.04, 0.0))[1] == "They are balanced."
+    said = balance(loader_report, at(step_report, 2.0, 1.99))[1]  # a step that nearly only waits
+    assert said == "The data engine is the bottleneck: the step could take 4.00x as much."
     other = at(step_report, 0.04, 0.0).model_copy(update={"config": step_report.config | {"batch_size": 64}})
     assert balance(loader_report, other)[-1] == "Beware: the two results differ in batch_size."

@@ -259,9 +259,8 @@ def test_what_the_settings_do(run, tmp_path, monkeypatch):
     foreach = plain.model_copy(update={"fused_adamw": False})
     unfused = profile_step.make_optimizer(foreach, run.policy, loss, run.job.steps)
     fused = build_optimizer(run.policy, loss, run.job.steps)
-    assert not unfused.optimizer.param_groups[0]["fused"]
-    keys = ("lr", "betas", "eps", "weight_decay")
-    assert [unfused.optimizer.defaults[k] for k in keys] == [fused.optimizer.defaults[k] for k in keys]
+    own = {"fused": False, "foreach": True}
+    assert unfused.optimizer.param_groups == [group | own for group in fused.optimizer.param_groups]
     before = {name: value.clone() for name, value in unfused.named().items()}
     for parameter in unfused.params:
         parameter.grad = torch.ones_like(parameter)
@@ -279,6 +278,7 @@ def test_what_the_settings_do(run, tmp_path, monkeypatch):
         (["--profile_steps", "0"], {}, "argument --profile_steps: expected a positive number, found '0'"),
         ([], {"PROFILE_STEPS": "many"}, "PROFILE_STEPS='many' in the environment: expected a positive number"),
         (["--compare", "a.json", "b.json"], {}, "a.json does not exist; a run of the tool writes it"),
+        (["--compare", "a.json", "b.json", "--html=page.html"], {}, "--compare takes two results, and no other flags"),
     ],
 )
 def test_wrong_options_end_with_status_2_and_say_so(argv, environment, message, monkeypatch, capsys, tmp_path):
@@ -300,6 +300,10 @@ def test_what_the_fused_kernel_alone_can_do_is_not_asked_of_another(run):
     with pytest.raises(ValueError, match="--fused_adamw=false: the shards of --scaling.strategy=fsdp2 are updated by"):
         prepare(2)
     assert prepare(1)
+    for name in ("sgd", "muon"):
+        recipe = replace(run.policy.recipe, optimizer=SimpleNamespace(type=name))
+        with pytest.raises(ValueError, match=f"--fused_adamw=false: the run's optimizer is {name}, not AdamW"):
+            profile_step.prepare(replace(run, policy=replace(run.policy, recipe=recipe)), options)
 
 
 # --- results ----------------------------------------------------------------------------------------------
@@ -428,6 +432,17 @@ def test_what_is_hidden_on_a_gpu_is_told_from_what_is_waited_for():
     assert exposed == pytest.approx({"other": 1.4, "data_wait": 0.0, "copy": 0.1, "forward": 2.0})
     assert full == pytest.approx({"other": 1.4, "data_wait": 1.0, "copy": 0.4, "forward": 2.0})
     assert sum(exposed.values()) == pytest.approx(3.5)
+
+
+def test_events_are_read_when_the_gpu_is_done(run, tmp_path, monkeypatch):
+    calls, device = [], torch.device("cuda", 0)
+    monkeypatch.setattr(profile_step.vla, "train", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
+    monkeypatch.setattr(step_clock.StepClock, "times", lambda self, name: calls.append(name))
+    settings, watched = watched_run(run, tmp_path)
+    with pytest.raises(AssertionError):  # there are no times
+        profile_step.profile_worker(watched, settings, SimpleNamespace(rank=0, world=1, device=device))
+    assert calls == ["synchronize", "timed", "checkpoint"]
 
 
 @pytest.mark.gpu
