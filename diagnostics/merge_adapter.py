@@ -47,7 +47,7 @@ def merge_adapter(adapter: Path, output: Path, base: str | None = None) -> None:
         warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
         try:
             adapted = PeftModel.from_pretrained(policy, str(adapter))
-        except UserWarning as error:
+        except (UserWarning, RuntimeError) as error:  # other layers, or other sizes of them
             raise ValueError(f"{adapter / ADAPTER_WEIGHTS} is of other layers than {source} has: {error}") from error
     adapted.merge_and_unload()
     config.use_peft = False

@@ -51,12 +51,6 @@ AUGMENTATIONS: dict[str, dict[str, Any]] = {
     "openpi": {"train": {"augmentation": "openpi"}},
     "lerobot": {"dataset": {"image_transforms": {"enable": True}}},
 }
-# Flags by name of the parsed option, where they differ.
-DOTTED = {
-    "labels": "--recap.labels",
-    "action_tokenizer": "--train.action_tokenizer",
-    "chunk_size": "--policy.chunk_size",
-}
 
 
 def describe_selection(meta: DatasetMetadata, skip_idle: float | None, weights: str | None) -> list[str]:
@@ -101,8 +95,10 @@ def show_dataset(options: argparse.Namespace) -> None:
         if options.exclude_to:
             write_json(options.exclude_to, [score.episode for score in scores if score.reasons])
     selection = describe_selection(meta, options.skip_idle, options.episode_weights)
-    tokens = describe_tokens_of(meta, options.action_tokenizer, options.chunk_size) if options.action_tokenizer else []
-    labels = None if options.labels is None else show_labels(options.labels, meta)
+    dotted = vars(options)
+    tokenizer, file = dotted["train.action_tokenizer"], dotted["recap.labels"]
+    tokens = describe_tokens_of(meta, tokenizer, dotted["policy.chunk_size"]) if tokenizer else []
+    labels = None if file is None else show_labels(file, meta)
     write_dataset_page(look, options.output, scores, selection, labels)
     print_safe(*(f"warning [{finding.kind}] {finding.text}" for finding in look.findings))
     print_safe(*(f"episode {score.episode}: {'; '.join(score.reasons)}" for score in scores or [] if score.reasons))
@@ -127,15 +123,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--augmentation", choices=AUGMENTATIONS, help="show what training would make of frames")
     parser.add_argument("--skip_idle", type=float, help="say what --dataset.skip_idle of so many seconds leaves out")
     parser.add_argument("--episode_weights", help="say what --dataset.episode_weights, a column or @FILE, makes of it")
-    parser.add_argument("--recap.labels", type=as_file, dest="labels", help="show how the labels of value.py fell")
-    parser.add_argument("--train.action_tokenizer", dest="action_tokenizer", help="say what tokens it makes of actions")
-    parser.add_argument("--policy.chunk_size", type=int, default=50, dest="chunk_size", help="of chunks of actions")
+    parser.add_argument("--recap.labels", type=as_file, help="show how the labels of value.py fell")
+    parser.add_argument("--train.action_tokenizer", help="say what tokens it makes of actions")
+    parser.add_argument("--policy.chunk_size", type=int, default=50, help="of chunks of actions")
     options = parser.parse_args(argv)
     escape_warnings()
     is_mixture = (options.root or "").startswith("@")
     changed = [name for name, value in vars(options).items() if value != parser.get_default(name)]
     if is_mixture and (refused := [name for name in changed if name not in ("root", "rename_map")]):
-        flags = ", ".join(DOTTED.get(name, f"--{name}") for name in refused)
+        flags = ", ".join(f"--{name}" for name in refused)
         parser.error(f"{flags}: of a mixture only the datasets beside each other are shown; give one of them alone")
     if options.revision and not options.repo_id:
         parser.error(f"--revision={options.revision}: of a dataset on the Hub; give --repo_id")

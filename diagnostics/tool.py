@@ -74,19 +74,19 @@ def run_tool(
         return 2
     try:
         result = examine()
+        print_safe_text(result.table)
+        if options.json:
+            result.report.write(options.json)
+            print_safe(f"written to {options.json}")
+        if options.html:
+            title = f"{result.report.tool}: {doc.splitlines()[0] if doc else ''}"
+            options.html.parent.mkdir(parents=True, exist_ok=True)
+            options.html.write_text(page(title, result.report.environment.line(), result.charts, result.table))
+            print_safe(f"page written to {options.html}")
+        return result.status
     except (TrainingFailedError, RayError, ValueError, OSError, RuntimeError) as error:
         print_safe_error(root_cause(error))
         return 1
-    print_safe_text(result.table)
-    if options.json:
-        result.report.write(options.json)
-        print_safe(f"written to {options.json}")
-    if options.html:
-        title = f"{result.report.tool}: {doc.splitlines()[0] if doc else ''}"
-        options.html.parent.mkdir(parents=True, exist_ok=True)
-        options.html.write_text(page(title, result.report.environment.line(), result.charts, result.table))
-        print_safe(f"page written to {options.html}")
-    return result.status
 
 
 class Help(Exception):

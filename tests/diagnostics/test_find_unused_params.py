@@ -99,6 +99,9 @@ def test_the_program(setting, tmp_path, monkeypatch, capsys, everything_trains):
     assert report.batches == 1
     assert head in (tmp_path / "unused.html").read_text()
     assert find_unused_params.main([*argv, "--fail_if_unused"]) == 1
+    capsys.readouterr()
+    assert find_unused_params.main([*argv, f"--json={tmp_path / 'unused.html' / 'a.json'}"]) == 1
+    assert f"{tmp_path / 'unused.html'}" in capsys.readouterr().err
     assert not (setting[0] / "run").exists()
 
 

@@ -157,6 +157,9 @@ def test_adapters_of_other_layers_are_not_merged_into_nothing(setting, tmp_path,
     save_file({name.replace("q_proj", "query"): tensor for name, tensor in load_file(path).items()}, path)
     assert merge_adapter.main([str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 2
     assert f"{path} is of other layers than {setting[2]} has" in capsys.readouterr().err
+    save_file({name.replace("query", "q_proj"): tensor[:1].clone() for name, tensor in load_file(path).items()}, path)
+    assert merge_adapter.main([str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 2
+    assert "size mismatch" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
 
 
