@@ -186,6 +186,8 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=1, help="datasets of a mixture of two robots")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
     results = provenance(episodes=options.episodes, members=options.members)
     rows = [("stage", "s", "CPU s", "MB")]
     with tempfile.TemporaryDirectory() as temporary:
@@ -193,9 +195,8 @@ def main() -> None:
         for number in range(options.members):
             make(folder / f"dataset-{number:03d}", options.episodes // options.members, number)
         for stage in STAGES:
-            with ProcessPoolExecutor(
-                1, multiprocessing.get_context("spawn")
-            ) as process:  # a fresh process, for its memory
+            # A fresh process, for its memory.
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 results[stage] = figures = process.submit(measure, stage, folder).result()
             rows.append((stage, f"{figures['seconds']:.2f}", f"{figures['cpu_s']:.2f}", f"{figures['peak_mb']:.0f}"))
     print("\n".join(format_table(rows)))

@@ -41,6 +41,7 @@ from vla_finetuning.terminal import print_safe
 
 CLIENTS = (1, 8, 32)
 START_S = 300.0
+ON_CPU = "--use_gpu=false"  # of the servers and of the policy in process
 PORT, ALONE_PORT = 18000, 18100  # openpi's, with and without batches; LeRobot's is the next port
 Exchange = Callable[[], Awaitable[Any]]
 
@@ -101,7 +102,7 @@ def query(connect: Callable[..., Awaitable[Exchange]], clients: int, seconds: fl
 @contextmanager
 def server(folder: Path, port: int, batch_size: int) -> Iterator[None]:
     """Run `serve.py` with its own Ray cluster in the block."""
-    flags = [f"--policy.path={folder}", f"--serve.port={port}", f"--serve.grpc_port={port + 1}", "--use_gpu=false"]
+    flags = [f"--policy.path={folder}", f"--serve.port={port}", f"--serve.grpc_port={port + 1}", ON_CPU]
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as ray_dir, tempfile.TemporaryFile("w+") as log:
         command = [sys.executable, "serve.py", *flags, f"--serve.batch_size={batch_size}"]
         # Ray's default niceness of 15 would slow the replica down beside the policy in process.
@@ -156,7 +157,7 @@ def measure(folder: Path, rounds: int, seconds: float) -> dict[str, Any]:
     from vla_finetuning.serving.openpi import pack
     from vla_finetuning.serving.server import resolve_service
 
-    service = resolve_service(parse_serve([f"--policy.path={folder}", "--serve.port=0", "--serve.grpc_port=0"]))
+    service = resolve_service(parse_serve([f"--policy.path={folder}", "--serve.port=0", "--serve.grpc_port=0", ON_CPU]))
     ((robot, interface),) = service.interfaces.items()
     message, *lerobots = make_messages(interface)
     openpis = pack(message)
@@ -208,6 +209,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
     load = os.getloadavg()[0]
     results = measure(options.policy, options.rounds, options.seconds)
     from diagnostics.report import provenance

@@ -126,15 +126,16 @@ class HostReads(TorchDispatchMode):
 
 def compare(options: argparse.Namespace, device: torch.device) -> dict[TrainMode, Any]:
     """Measure contenders and batch sizes alternately in `rounds` rounds: {mode: {contender: {batch size: samples}}}."""
-    modes = cast(list[TrainMode], options.modes.split(","))
+    modes, on_gpu = cast(list[TrainMode], options.modes.split(",")), device.type == "cuda"
     samples: dict[TrainMode, Any] = {mode: {name: {} for name in CONTENDERS} for mode in modes}
     too_large: dict[tuple[str, str], int] = {}
     for _, mode, name in itertools.product(range(options.rounds), modes, CONTENDERS):
-        contender = CONTENDERS[name](updates.policy_config(device), mode, device, device.type == "cuda")
+        contender = None
         for size in map(int, options.batch_sizes.split(",")):
             if size >= too_large.get((mode, name), size + 1):
                 break
             try:
+                contender = contender or CONTENDERS[name](updates.policy_config(device), mode, device, on_gpu)
                 sample = measure_at(contender, name, mode, size, options.global_batch, options.seconds, device)
             except torch.OutOfMemoryError:
                 too_large[mode, name] = size

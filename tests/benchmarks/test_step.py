@@ -1,5 +1,6 @@
 """What `benchmarks/step.py` measures is what it says: the same training, and only ours reads nothing."""
 
+import argparse
 import itertools
 from unittest import mock
 
@@ -100,6 +101,17 @@ def test_ours_is_what_the_program_trains(mode):
         ours.step(batches, 2, 0)
         ours.step(batches, 1, 1)
     assert [options["keep_casts"] for options in given] == [True, False]
+
+
+def test_a_policy_that_does_not_fit_at_all_costs_only_itself(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(step, "CONTENDERS", {"naive": full, "ours": lambda *_: "ours"})
+    monkeypatch.setattr(step, "measure_at", lambda *_: {"ms_per_sample": 1.0})
+    options = argparse.Namespace(modes="full", batch_sizes="1,8", rounds=2, global_batch=8, seconds=0.0)
+    found = step.compare(options, CPU)["full"]
+    assert found["naive"] == {} and {size: len(samples) for size, samples in found["ours"].items()} == {1: 2, 8: 2}
 
 
 def test_ratios_are_of_the_same_batch_and_of_each_ones_best():

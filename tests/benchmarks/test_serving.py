@@ -1,0 +1,35 @@
+"""What benchmarks/serving.py compares, and that its result has a place before it measures."""
+
+import sys
+
+import pytest
+
+from benchmarks import plan, serving
+from vla_finetuning.options import command_line
+
+
+def test_the_servers_and_the_policy_in_process_have_the_same_device(monkeypatch, tmp_path):
+    commands = []
+
+    def stop(command, **_):
+        commands.append(command)
+        raise InterruptedError
+
+    monkeypatch.setattr(command_line, "parse_serve", stop)
+    monkeypatch.setattr(serving.subprocess, "Popen", stop)
+    for measure in (lambda: serving.measure(tmp_path, 1, 1.0), serving.server(tmp_path, 1, 1).__enter__):
+        with pytest.raises(InterruptedError):
+            measure()
+    assert len(commands) == 2 and all("--use_gpu=false" in command for command in commands)
+
+
+@pytest.mark.parametrize(("benchmark", "measures"), [(serving, "measure"), (plan, "make")])
+def test_the_folder_of_the_result_is_made_before(monkeypatch, tmp_path, benchmark, measures):
+    def measure(*_):
+        assert (tmp_path / "new").is_dir()
+        raise InterruptedError
+
+    monkeypatch.setattr(benchmark, measures, measure)
+    monkeypatch.setattr(sys, "argv", ["benchmark", f"--json={tmp_path / 'new' / 'found.json'}"])
+    with pytest.raises(InterruptedError):
+        benchmark.main()
