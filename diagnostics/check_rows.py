@@ -62,14 +62,12 @@ class Epoch:
 
 
 def check_rows(run: Run) -> list[Epoch]:
-    """Compare the recorded rows with the plan. Raises ValueError if nothing was recorded.
+    """Compare the recorded rows with the plan. Raises ValueError if the run has no usable checkpoint.
 
     By the end of epoch n a row has been trained n times; a row of an episode with weight w about n w times
     (`plan.Repetitions`). In a mixture, a dataset that gives m of its N rows to each epoch has had each row n * m // N
     times, or once more.
     """
-    if not contents(run.job.output_dir / ROWS_NAME):
-        raise ValueError(f"{address(run.job.output_dir)}: no {ROWS_NAME}/: rows are recorded with --run.record_rows")
     folder, newest = address(run.job.output_dir), latest_checkpoint(run.job.checkpoints_dir)
     if newest is None:
         raise ValueError(f"{folder}: no checkpoint that can be used, so no row is trained for good")
@@ -111,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = as_path(parser.parse_args(argv).output_dir).absolute()
     try:
         pull(folder)
+        if not contents(folder / ROWS_NAME):
+            raise ValueError(f"{address(folder)}: no run with {ROWS_NAME}/ is there, which --run.record_rows records")
         run = resolve(parse_args([f"--output_dir={address(folder)}", "--resume"]), gpus_found=0)
         epochs = check_rows(run)
     except (ValueError, OSError) as error:

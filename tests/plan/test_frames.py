@@ -228,6 +228,8 @@ def test_check_rows_proves_that_rows_came_as_often_as_chosen(setting, recorded, 
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert check_rows.main([str(run.job.output_dir)]) == 1
     assert "2 not among those chosen" in capsys.readouterr().out
+    assert check_rows.main([str(run.job.output_dir / "none")]) == 2
+    assert "none: no run with rows/ is there" in capsys.readouterr().err
     # A last line that a crash has cut off does not count, nor do those that a later attempt trains anew.
     path.write_text(path.read_text() + '{"attempt": 0, "ep')
     start_attempt(run.job.output_dir, 2, 1)
