@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("root", nargs="?", help="a local folder, s3://, gs:// or az://; @FILE: a mixture")
     which.add_argument("--repo_id", help="a dataset on the Hugging Face Hub, which is downloaded")
-    parser.add_argument("--revision", help="of the dataset on the Hub (default: as of now)")
+    parser.add_argument("--revision", help="of the dataset on the Hub (default: the tag v3.0, else the default branch)")
     parser.add_argument("--rename_map", type=json.loads, default={}, help="names of features, as a run's --rename_map")
     parser.add_argument("--state_features", help="features that are the state, as a run's --dataset.state_features")
     parser.add_argument("--output", type=Path, default=Path("dataset.html"), help="the page (default: %(default)s)")
