@@ -180,8 +180,7 @@ def stream_batches(
     Raises RuntimeError: rows are lost, repeated or out of order, or `collate` raised StopIteration.
     """
     rank, count = schedule.rank, schedule.micros(steps - 1).stop
-    if not count:
-        return
+    micro = 0
 
     def collated(columns: Columns) -> Batch:
         try:
@@ -189,23 +188,25 @@ def stream_batches(
         except StopIteration as error:  # Ray's iterators would end the data
             raise RuntimeError(f"rank {rank}: a batch could not be made of its rows") from error
 
-    batches = shard.iter_torch_batches(
-        batch_size=schedule.batch_size, collate_fn=collated, device="cpu", prefetch_batches=2
-    )
-    micro = -1
-    for micro, batch in enumerate(batches):
-        actual, expected = batch["position"].numpy(), first_row + schedule.rows(micro)
-        if not np.array_equal(actual, expected):
+    while micro < count:  # a long stream takes several executions (`LeRobotDatasource.execution`)
+        executed = micro
+        for batch in shard.iter_torch_batches(
+            batch_size=schedule.batch_size, collate_fn=collated, device="cpu", prefetch_batches=2
+        ):
+            actual, expected = batch["position"].numpy(), first_row + schedule.rows(micro)
+            if not np.array_equal(actual, expected):
+                raise RuntimeError(
+                    f"rank {rank}: expected stream positions {expected[0]}..{expected[-1]}, found {actual.min()}"
+                    f"..{actual.max()} ({len(actual)} rows): rows were lost, repeated or reordered on the way"
+                )
+            micro += 1
+            yield batch
+            if micro == count:
+                return  # later rows only pad the ranks to equal shares
+        if micro == executed:
             raise RuntimeError(
-                f"rank {rank}: expected stream positions {expected[0]}..{expected[-1]}, found {actual.min()}"
-                f"..{actual.max()} ({len(actual)} rows): rows were lost, repeated or reordered on the way"
+                f"rank {rank}: the data ended after {micro} of {count} micro-batches: a bug; please report it"
             )
-        yield batch
-        if micro + 1 == count:
-            return  # later rows only pad the ranks to equal shares
-    raise RuntimeError(
-        f"rank {rank}: the data ended after {micro + 1} of {count} micro-batches: a bug; please report it"
-    )
 
 
 def with_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[int], str]) -> Iterator[Batch]:
