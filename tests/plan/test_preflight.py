@@ -225,6 +225,8 @@ def test_the_disk_takes_all_checkpoints_that_are_there_at_once(setting, tmp_path
     free = one + SPARE_BYTES - 10_000  # of more than it keeps, too, the next one comes first
     with pytest.raises(OSError, match="no space for the checkpoints"):
         checked(resumed, run.job.start, 100, one)
+    with pytest.raises(ValueError, match="2 steps are done, and --grpo.iterations says 1: "):
+        checked(GrpoConfig(output_dir=resumed.output_dir, resume=True), run.job.start, 1, one)
 
 
 def test_a_finished_run_says_so_and_goes_on_when_it_is_asked_for_more(finished, tmp_path, capsys, monkeypatch):

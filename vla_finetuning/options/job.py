@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from vla_finetuning.buckets.mirror import as_path
 from vla_finetuning.buckets.store import split_address
@@ -22,6 +22,7 @@ PER_START = ("resume", "dry_run", "policy_trust_remote_code")
 class JobOptions:
     """The run and its folder."""
 
+    length_flags: ClassVar[str] = "--steps or MAX_TRAIN_STEPS"
     preset: str | None = option(None, "A set of flags, placed before the given ones. See Presets.")
     output_dir: str | None = option(
         None,

@@ -211,6 +211,7 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
 class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyOptions, JobOptions):
     """Options with other defaults than those of `vla.py`."""
 
+    length_flags = "--grpo.iterations"
     grpo: GrpoOptions = field(default_factory=GrpoOptions)
     train: StepOptions = field(default_factory=StepOptions)
     scaling: WorkerOptions = field(default_factory=WorkerOptions)

@@ -59,7 +59,7 @@ def nothing_left(config: JobOptions) -> bool:
     """Return whether the resumed run is finished and its result complete, and print so."""
     if not is_finished(config) or result_problem(config) is not None:
         return False
-    more, (name, path) = "--resume with a larger --steps", result_of(config)
+    more, (name, path) = f"--resume with a larger {config.length_flags}", result_of(config)
     if latest_checkpoint(config.folder / CHECKPOINTS_NAME) is None:
         more = "a new run, because no checkpoint of this one can be used"
     print_safe(f"{_done(config)}: its {name}, {address(path)}; nothing is left to do. More steps: {more}")

@@ -332,7 +332,7 @@ def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: in
         check_resumable(progress, start)
         if progress.step > steps:
             raise ValueError(
-                f"{progress.step} steps are done, and --steps or MAX_TRAIN_STEPS says {steps}: ask for as many at "
+                f"{progress.step} steps are done, and {config.length_flags} says {steps}: ask for as many at "
                 "least, or start a new run, from the policy that this one exports at its end if it is to go on with it"
             )
     stored = checkpoint_sizes(config.folder / CHECKPOINTS_NAME) if config.resume else []
