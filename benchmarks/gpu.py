@@ -402,6 +402,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen:
         names = "; ".join(section.name for section in sections)
         parser.error(f"--only {' '.join(options.only)}: no section begins so; they are {names}")
+    if options.json.exists():
+        parser.error(f"--json {options.json} has the results of an earlier call; name another file")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     with own_ray():
         entries = run_sections(chosen, options.json, options.minutes)

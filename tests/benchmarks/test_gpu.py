@@ -150,6 +150,10 @@ def test_chosen_sections_run_alone(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         gpu.main([*argv, "full"])
     assert "--only full: no section begins so; they are machine; run; steps, full, ours; " in capsys.readouterr().err
+    (tmp_path / "new" / "found.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        gpu.main([*argv, "tests"])
+    assert "has the results of an earlier call; name another file" in capsys.readouterr().err
 
 
 def test_a_run_that_failed_is_not_resumed(monkeypatch):
