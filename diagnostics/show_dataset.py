@@ -85,20 +85,20 @@ def show_dataset(options: argparse.Namespace) -> None:
     look, scores = look_at(meta, lambda *sample: run_look.look_at(*sample).problems), None
     if options.augmentation:
         look = replace(look, sheet=augmented(look.sheet, config_of(AUGMENTATIONS[options.augmentation])))
+    selection = describe_selection(meta, options.skip_idle, options.episode_weights)  # fails before the slow scoring
+    dotted = vars(options)
+    tokenizer, file = dotted["train.action_tokenizer"], dotted["recap.labels"]
+    tokens = describe_tokens_of(meta, tokenizer, dotted["policy.chunk_size"]) if tokenizer else []
+    labels = None if file is None else show_labels(file, meta)
+    for path in filter(None, (options.output, options.scores, options.exclude_to)):
+        path.parent.mkdir(parents=True, exist_ok=True)
     if options.scores or options.exclude_to:
-        for path in filter(None, (options.scores, options.exclude_to)):  # fail before the slow scoring
-            path.parent.mkdir(parents=True, exist_ok=True)
         known = known_episodes(meta).tolist()
         scores = list(score_episodes(meta, tqdm(known, unit="episode", disable=not sys.stderr.isatty())))
         if options.scores:
             options.scores.write_text("".join(json.dumps(asdict(score)) + "\n" for score in scores))
         if options.exclude_to:
             write_json(options.exclude_to, [score.episode for score in scores if score.reasons])
-    selection = describe_selection(meta, options.skip_idle, options.episode_weights)
-    dotted = vars(options)
-    tokenizer, file = dotted["train.action_tokenizer"], dotted["recap.labels"]
-    tokens = describe_tokens_of(meta, tokenizer, dotted["policy.chunk_size"]) if tokenizer else []
-    labels = None if file is None else show_labels(file, meta)
     write_dataset_page(look, options.output, scores, selection, labels)
     print_safe(*(f"warning [{finding.kind}] {finding.text}" for finding in look.findings))
     print_safe(*(f"episode {score.episode}: {'; '.join(score.reasons)}" for score in scores or [] if score.reasons))

@@ -406,7 +406,9 @@ def test_what_a_run_would_leave_out_and_repeat_is_told(copy, tmp_path, capsys, s
     assert "2 24 0 ( 0.0%) 36 ( 1.50x) 'go to the red bin'" in printed
     assert "2 19 19 (100.0%) 0 ( 0.00x) 'go to the blue bin'" in printed
     assert "2 24 0 ( 0.0%) 36 ( 1.50x) 'go to the red bin'" in page.text
-    assert main([str(copy), "--skip_idle=0", f"--output={tmp_path / 'page.html'}"]) == 2
+    scores = tmp_path / "scores.jsonl"
+    assert main([str(copy), "--skip_idle=0", f"--scores={scores}", f"--output={tmp_path / 'page.html'}"]) == 2
+    assert not scores.exists()  # nobody waited for them
     assert "--skip_idle=0.0: must be positive" in capsys.readouterr().err
 
 
