@@ -98,7 +98,8 @@ def run_training[R: TrainingRun](
             return None
         require_tracker(checked.config.track)
         run = resolve(checked, stack)
-        if run is None or nothing_left(run.config):  # options that `resolve` decides are those of the finished run
+        # The options as decided may be those of a finished run.
+        if run is None or (run.config != checked.config and nothing_left(run.config)):
             return None
         config, job = run.config, run.job
         stack.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))

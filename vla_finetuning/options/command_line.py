@@ -235,13 +235,8 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
 def _replaced(given: Iterable[str], resumed: bool) -> set[str]:
     """Return the flags whose preset's or saved values flags that are `given` replace."""
     rules = REPLACES if resumed else REPLACES | SOURCES
-    return {
-        other
-        for name in given
-        for rule, others in rules.items()
-        if name == rule or (rule.endswith("*") and name.startswith(rule[:-1]))
-        for other in others
-    }
+    keys = [key for name in given for key in (name, f"{name.partition('.')[0]}.*")]
+    return {replaced for key in keys for replaced in rules.get(key, ())}
 
 
 def _values(name: str, text: str, flags: Mapping[str, Option], config_type: type) -> Iterator[tuple[str, Any]]:

@@ -233,12 +233,11 @@ class DatasetOptions:
         if self.frame_cache is None:
             return []
         gb = cache_gb(FRAME_CACHE_GB)
-        if folder is not None and size <= gb * 1e9:
-            return [f"             decoded once: {size / 1e9:.1f} GB of frames are cached in {folder}, {nodes}"]
         if folder is not None:
-            return [
-                f"             of {size / 1e9:.1f} GB of frames, VLA_CACHE_GB={gb:g} are cached in {folder}, {nodes}"
-            ]
+            text = f"decoded once: {size / 1e9:.1f} GB of frames"
+            if size > gb * 1e9:
+                text = f"of {size / 1e9:.1f} GB of frames, VLA_CACHE_GB={gb:g}"
+            return [f"             {text} are cached in {folder}, {nodes}"]
         if not size:
             return ["             frames are not cached (--dataset.frame_cache=auto): there is no camera"]
         if not read_again:

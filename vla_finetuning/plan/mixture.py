@@ -50,8 +50,7 @@ def unify_names(
         targets = {key: rename_map.get(key, key) for key in meta.features if key.startswith(OBS_PREFIX)}
         taken = {first[name] for name in targets.values() if name in first} - first.keys()
         meta = without_features(meta, [key for key, name in targets.items() if key == name and key in taken])
-        names = {key: first.get(name, name) for key, name in targets.items()}
-        renamed.append(rename_features(meta, {key: name for key, name in names.items() if key in meta.features}))
+        renamed.append(rename_features(meta, {key: first.get(name, name) for key, name in targets.items()}))
     return metas[0], *renamed
 
 

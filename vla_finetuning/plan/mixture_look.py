@@ -60,14 +60,8 @@ def tabulate(
 
 def _datasets(entries: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
     cells = [
-        (
-            f"{member.weight:g}",
-            f"{meta.total_episodes:,}",
-            f"{meta.total_frames:,}",
-            str(meta.fps),
-            str(len(meta.tasks)),
-        )
-        for member, meta in entries
+        (f"{member.weight:g}", f"{m.total_episodes:,}", f"{m.total_frames:,}", str(m.fps), str(len(m.tasks)))
+        for member, m in entries
     ]
     listed, metas = zip(*entries, strict=True)
     return tabulate("weight episodes frames fps tasks", listed, metas, cells)

@@ -54,8 +54,6 @@ def _make_absolute(d: DatasetOptions) -> None:
 
 
 def _by_absolute_root(choice: Any, repo_id: str | None) -> Any:
-    if not isinstance(choice, Mapping):
-        return choice
-    if list(choice) == [repo_id]:  # the only dataset
-        return choice[repo_id]
-    return {absolute(root): numbers for root, numbers in choice.items()}
+    if isinstance(choice, Mapping):
+        return choice[repo_id] if list(choice) == [repo_id] else {absolute(root): n for root, n in choice.items()}
+    return choice

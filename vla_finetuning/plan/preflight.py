@@ -38,8 +38,6 @@ def examine(config: JobOptions) -> Examined:
     check_folder(config)
     if nothing_left(config):
         return Examined(config, finished=True)
-    if is_finished(config):
-        print_safe(f"{_done(config)}, but {result_problem(config)}: it is written again")
     if config.resume:
         print_safe(f"Resuming     {resumption(config.folder)}")
     if isinstance(config, ValueConfig):
@@ -56,15 +54,15 @@ def examine(config: JobOptions) -> Examined:
 
 
 def nothing_left(config: JobOptions) -> bool:
-    """Return whether the resumed run is finished and its result complete, and print so."""
-    if not is_finished(config) or result_problem(config) is not None:
+    """Return whether the resumed run is finished and its result complete; print so, or that it is written again."""
+    if not is_finished(config):
         return False
-    more, (name, path) = f"--resume with a larger {config.length_flags}", result_of(config)
+    done, (name, path) = f"Finished     the run in {address(config.folder)} did all of its steps", result_of(config)
+    if problem := result_problem(config):
+        print_safe(f"{done}, but {problem}: it is written again")
+        return False
+    more = f"--resume with a larger {config.length_flags}"
     if latest_checkpoint(config.folder / CHECKPOINTS_NAME) is None:
         more = "a new run, because no checkpoint of this one can be used"
-    print_safe(f"{_done(config)}: its {name}, {address(path)}; nothing is left to do. More steps: {more}")
+    print_safe(f"{done}: its {name}, {address(path)}; nothing is left to do. More steps: {more}")
     return True
-
-
-def _done(config: JobOptions) -> str:
-    return f"Finished     the run in {address(config.folder)} did all of its steps"
