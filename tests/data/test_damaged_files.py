@@ -25,6 +25,7 @@ from tests.data.test_datasource import (
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.data import decode as lerobot_decode
+from vla_finetuning.data import parquet_columns
 from vla_finetuning.data import rows as rows_module
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.read_tasks import BlockShare
@@ -232,3 +233,12 @@ def test_an_empty_value_damages_its_episode_alone(tmp_path):
     with pytest.raises(ValueError, match=r"file-000.parquet: episode 2: column action: \d+ empty values"):
         read_directly(datasource([meta]))
     assert compute_as_lerobot(meta, ["action"], others)["action"]["count"] == frames - meta.episode_length[2]
+
+
+def test_a_whole_column_is_converted_once(tmp_path, monkeypatch):
+    """Not once per episode, which takes several times as long."""
+    converted, convert = [], parquet_columns.numbers
+    monkeypatch.setattr(parquet_columns, "numbers", lambda *args: converted.append(args) or convert(*args))
+    meta = load_metadata(make_dataset(tmp_path / "one_file", cameras={}, data_files_size_in_mb=100))
+    compute_as_lerobot(meta, ["action"], np.arange(6))
+    assert len(converted) == 2  # action, episode_index

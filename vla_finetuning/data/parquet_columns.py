@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import DTypeLike
 
+from vla_finetuning.data.dataset import Feature
 from vla_finetuning.data.disk_cache import DiskCache, images_cache, numbers_cache
 from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.safe_parquet import Budget, OpenedParquet, open_parquet, read_columns
@@ -84,10 +85,18 @@ class Groups:
         group = int(np.searchsorted(self.file_row, row, "right")) - 1
         return int(self.table_row[group]) + row - int(self.file_row[group])
 
-    def numbers(self, span: Span, key: str, dtype: DTypeLike | None, shape: tuple[int, ...], file: str) -> np.ndarray:
-        """Convert the rows of a span of the column `key` as `numbers`; other rows may be damaged."""
-        rows = self.table.column(key).slice(self.at(span.first), len(span))
-        return numbers(rows, dtype, shape, f"{file}: {span.name}: column {key}")
+    def numbers(self, c: Column | Feature, dtype: DTypeLike | None, file: str) -> Callable[[Span], np.ndarray]:
+        """Return a function that returns a span's rows of a column as `numbers`; other rows may be damaged."""
+        column = self.table.column(c.key)
+
+        def of_span(span: Span) -> np.ndarray:
+            rows = column.slice(self.at(span.first), len(span))
+            return numbers(rows, dtype, c.shape, f"{file}: {span.name}: column {c.key}")
+
+        with contextlib.suppress(ValueError):
+            whole = numbers(column, dtype, c.shape, file)
+            return lambda span: whole[self.at(span.first) :][: len(span)]
+        return of_span
 
 
 def read_groups(file: DataFile, columns: Collection[str], spans: Sequence[Span] | None) -> Groups:
@@ -209,16 +218,14 @@ def read_numbers(file: DataFile, columns: Sequence[Column], spans: Sequence[Span
         return _to_arrow([numbers(table.column(c.key), c.dtype, c.shape, c.key) for c in columns])
 
     kinds = [(c.key, c.dtype.str, c.shape) for c in columns]
-    # The error may concern rows outside the spans: convert only these then.
+    # The error may concern rows outside the spans: read only their row groups then.
     with contextlib.suppress(ValueError):
         copy = _copied(numbers_cache(), file, repr(kinds), "numbers", whole)
         if copy is not None and all(span.last <= len(copy) for span in spans):
             arrays = [_from_arrow(copy.column(i), c) for i, c in enumerate(columns)]
             return [np.concatenate([array[span.first : span.last] for span in spans]) for array in arrays]
     groups = read_groups(file, keys, spans)
-    return [
-        np.concatenate([groups.numbers(span, c.key, c.dtype, c.shape, file.name) for span in spans]) for c in columns
-    ]
+    return [np.concatenate([*map(groups.numbers(c, c.dtype, file.name), spans)]) for c in columns]
 
 
 def _to_arrow(arrays: Sequence[np.ndarray]) -> pa.RecordBatch:

@@ -21,7 +21,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from vla_finetuning.data.dataset import DatasetMetadata, Feature
+from vla_finetuning.data.dataset import EPISODE, DatasetMetadata, Feature
 from vla_finetuning.data.parquet_columns import DataFile, Span, read_groups
 from vla_finetuning.files import write_json
 
@@ -106,18 +106,19 @@ def episode_arrays(
     Read only the row groups that hold the episodes, `lengths` rows from `first_rows` in the file. Raises ValueError for
     rows of another episode, or a value that is missing or not finite.
     """
-    columns = {column.key: column for feature in features for column in feature.columns}
+    columns = {column.key: column for feature in features for column in feature.columns} | {EPISODE.key: EPISODE}
     spans = [Span(f"episode {e}", a, a + n) for e, a, n in zip(episodes, first_rows, lengths, strict=True)]
-    groups = read_groups(DataFile(fs, path, path, path), {"episode_index", *columns}, spans)
+    groups = read_groups(DataFile(fs, path, path, path), columns, spans)
+    readers = {key: groups.numbers(column, None, path) for key, column in columns.items()}
     for episode, span in zip(episodes, spans, strict=True):
-        index = groups.numbers(span, "episode_index", np.int64, (1,), path)
+        index = readers[EPISODE.key](span)
         if (index != episode).any():
             raise ValueError(
                 f"{path}: rows {span.first}..{span.last - 1} should be episode {episode}, found "
                 f"{np.unique(index)[:5].tolist()}: the file and meta/episodes do not belong together; rebuild the "
                 "dataset"
             )
-        stored = {key: groups.numbers(span, key, None, column.shape, path) for key, column in columns.items()}
+        stored = {key: read(span) for key, read in readers.items()}
         data = {feature.key: feature.values(stored) for feature in features}
         for key, array in data.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
