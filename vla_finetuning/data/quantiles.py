@@ -255,11 +255,10 @@ def _compute(
     read = partial(_pass, names=names, relative=relative, skip_unreadable=skip_unreadable)
     tallies = [read(source, coarse=values > ONE_PASS_VALUES) for source in sources]
     for source, tally in zip(sources, tallies, strict=True):
-        has_values = np.isin(np.cumsum([0, *widths[:-1]]), tally.code >> np.uint64(32))
-        if lost := [name for name, has_value in zip(names, has_values, strict=True) if not has_value]:
+        if len(_firsts(tally.code >> np.uint64(32))) < sum(widths):
             raise ValueError(
-                f"dataset {source.meta.root}: no value is left to compute statistics of {lost}: no file could be read, "
-                "or no whole action chunk begins at a frame that --dataset.skip_idle keeps"
+                f"dataset {source.meta.root}: no value is left to compute statistics of {names}: no file could be "
+                "read, or no whole action chunk begins at a frame that --dataset.skip_idle keeps"
             )
     if values > ONE_PASS_VALUES:
         codes = _around_quantiles([*tallies, _joint(tallies, sources)])
