@@ -20,8 +20,9 @@ from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 FLAG = "--dataset.episode_weights"
 # Largest weight, the number of times that an epoch repeats an episode.
 MAX_WEIGHT = 1000.0
-# Smallest mean of the weights that are not 0: probabilities would make epochs of one episode.
-MIN_MEAN_WEIGHT = 0.01
+# Smallest mean, or sum, of the weights that are not 0: probabilities would make an epoch of one episode, and a plan of
+# millions of epochs.
+MIN_MEAN_WEIGHT, MIN_SUM = 0.01, 10
 
 
 def _forms(flag: str, column: str) -> str:
@@ -59,7 +60,7 @@ def episode_weights(
                 f"out) to {MAX_WEIGHT:g}; {len(wrong)} of {len(weight)} episodes have no such weight"
             )
     used = np.concatenate([weight[weight > 0] for weight in weights])
-    if len(used) and used.mean() < MIN_MEAN_WEIGHT:
+    if len(used) and used.mean() < MIN_MEAN_WEIGHT and used.sum() < MIN_SUM:
         raise ValueError(
             f"{FLAG}={source}: the weights are {used.mean():.2g} on average, and a weight is the number of times that "
             f"an epoch repeats an episode: multiply them by {1 / used.mean():.3g}"
