@@ -195,9 +195,8 @@ class LeRobotDatasource(Datasource):
     def decoded_bytes(self) -> int:
         """Return the bytes of all different frames that a node decodes in an epoch: the size of their cache."""
         frames, episodes = self._frames(), self.plan.episodes
-        rows = np.bincount(episodes.dataset_index, episodes.length, len(self.metas)).astype(np.int64)
         sizes = [sum(_frame_bytes(*frames[key]) for key in frames.keys() & meta.features) for meta in self.metas]
-        return int(rows @ sizes) // self.shards
+        return int(episodes.length @ np.array(sizes)[episodes.dataset_index]) // self.shards
 
     @property
     def distinct_frames(self) -> int:

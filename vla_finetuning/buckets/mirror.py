@@ -84,11 +84,10 @@ def as_path(name: str | Path, is_of_file: bool = False) -> Path:
     split_address(text)
     url = text.rstrip("/")
     with _mirrors_lock:
-        above = [mirror for mirror in _mirrors if f"{url}/".startswith(f"{mirror.url}/")]
-        above = [mirror for mirror in above if is_of_file or not mirror.is_of_file]
+        above = [m for m in _mirrors if f"{url}/".startswith(f"{m.url}/") and (is_of_file or not m.is_of_file)]
         if not above:
-            _mirrors.append(mirror := Mirror(url, is_of_file))
-            above = [mirror]
+            above = [Mirror(url, is_of_file)]
+            _mirrors.extend(above)
     mirror = max(above, key=lambda mirror: len(mirror.url))
     return mirror.folder / url[len(mirror.url) :].lstrip("/")
 
