@@ -99,6 +99,29 @@ def test_equal_weights_are_shared_before_they_move_to_a_device(tmp_path, monkeyp
     assert first.equal_weights({name: tensor.bfloat16() for name, tensor in before.items()}) == {}
 
 
+def test_tied_weights_stay_tied_beside_another_player(tmp_path, monkeypatch):
+    """On a device they would be two."""
+
+    def embedding_and_head(policy):
+        language = policy.model.paligemma_with_expert.paligemma
+        return language.model.language_model.embed_tokens, language.lm_head
+
+    def tied(*arguments, **named):
+        policy = load_policy(*arguments, **named)
+        embedding, head = embedding_and_head(policy)
+        head.weight = embedding.weight
+        return policy
+
+    monkeypatch.setattr("vla_finetuning.rollouts.player.load_policy", tied)
+    folder = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
+    source = PolicySource(folder, PreTrainedConfig.from_pretrained(folder), env=ENV)
+    first = source.load(1)
+    with torch.no_grad():
+        embedding_and_head(first._policy)[0].weight += 1
+    embedding, head = embedding_and_head(source.load(1, first)._policy)
+    assert head.weight is embedding.weight
+
+
 def loaded(parts, steps, relative):
     """A copy of a policy and its processors that executes so many steps of a chunk, of relative actions or absolute."""
     policy, pre, post = copy.deepcopy(parts)

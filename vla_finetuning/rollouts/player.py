@@ -167,8 +167,7 @@ class PolicySource(Acting):
         weights = None if self.weights is None else unpacked(ray.get(self.weights))
         policy = load_policy(self.folder, self.config, trusted=self.trusted, weights=weights)
         if other is not None:
-            own = policy.state_dict()
-            policy.load_state_dict(own | other.equal_weights(own), assign=True)
+            policy.load_state_dict(other.equal_weights(policy.state_dict()), strict=False, assign=True)
         policy.to(self.device)
         pipelines = self.processors or load_processors(self.folder, self.config, trusted=self.trusted)
         if self.advantage is not None:
