@@ -7,6 +7,7 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -213,6 +214,13 @@ def test_episodes_whose_actions_were_not_written_cannot_be_recorded(evaluated, f
     plain = shutil.copytree(evaluated[0], tmp_path / "plain", ignore=shutil.ignore_patterns("actions*"))
     assert evaluate.main([*flags, f"--output_dir={plain}", f"--eval.record_dataset={tmp_path / 'late'}"]) == 1
     assert "has no actions of 6 episodes" in capsys.readouterr().err
+
+
+def test_episodes_that_all_ended_in_an_error_cannot_be_recorded(tmp_path, monkeypatch):
+    failed = SimpleNamespace(dataset=tmp_path / "new", output_dir=tmp_path, about={})
+    monkeypatch.setattr(trial, "read_evaluation", lambda _: ({}, [{"error": "ValueError: no camera"}] * 3))
+    with pytest.raises(ValueError, match="each of 3 episodes ended in an error; nothing is written"):
+        trial.record_trial(failed)
 
 
 # ---- without playing ------------------------------------------------------------------------------------------------

@@ -235,6 +235,8 @@ def record_trial(trial: Trial) -> None:
     about = {**trial.about, "episodes": len(lines), "errors": len(lines) - len(played)}
     if is_recorded(root, about):
         return
+    if not played:
+        raise ValueError(f"--eval.record_dataset: each of {len(lines)} episodes ended in an error; nothing is written")
     actions = {episode_key(named): executed for named, executed in read_actions(trial.output_dir)}
     if missing := sum(episode_key(line) not in actions for line in played):
         raise ValueError(
