@@ -111,12 +111,20 @@ def test_an_environment_that_hangs_ends_the_process_that_writes(tmp_path, monkey
     config = env_config("two_bins", ["--episode_length=40"])
     (task, make), *_ = task_makers(config).items()
     share, form = [(task, seed) for seed in (0, 1)], DatasetForm("recorded/two_bins", 10)
-    write_share(tmp_path / "dataset", {task: make}, partial(play_expert, config, 0), share, form, step_limit_s=7)
-    assert limits[:4] == [stage.MAKE_LIMIT_S, stage.MAKE_LIMIT_S, 7, 7] and set(limits[4:]) == {7}
+    monkeypatch.setenv("VLA_STEP_TIMEOUT_S", "7")
     monkeypatch.setattr(ray, "wait", lambda tasks, timeout: (tasks[:1], tasks[1:]))
+    play, about = partial(play_expert, config, 0), lambda _: {}
+    with tasks_here():
+        record_dataset(tmp_path / "dataset", {task: make}, play, share, form, about, "nothing")
+    assert limits[:3] == [stage.MAKE_LIMIT_S, stage.MAKE_LIMIT_S, 7] and set(limits[3:]) == {7}
     died = mock.patch.object(ray, "get", mock.Mock(side_effect=WorkerCrashedError))
     with tasks_here(), died, pytest.raises(RuntimeError, match="a part of none cannot be .*VLA_STEP_TIMEOUT_S"):
-        record_dataset(tmp_path / "none", {task: make}, play_expert, share, form, lambda _: {}, "nothing")
+        record_dataset(tmp_path / "none", {task: make}, play, share, form, about, "nothing")
+
+
+def test_a_node_that_does_not_share_the_path_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"does not see {tmp_path / 'parts'}.*a path that all nodes share"):
+        write_share(tmp_path / "parts" / "0", {}, play_expert, [], DatasetForm("recorded/two_bins", 10))
 
 
 def test_an_empty_mount_point_is_refused(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -63,18 +64,18 @@ class DatasetForm:
 
 
 def write_share(
-    folder: Path,
-    makers: Mapping[str, Maker],
-    play: Play,
-    share: Share,
-    form: DatasetForm,
-    step_limit_s: float = Timeouts.step,
+    folder: Path, makers: Mapping[str, Maker], play: Play, share: Share, form: DatasetForm
 ) -> tuple[list[bool], list[str]]:
     """Write the episodes of a share as a dataset in `folder`, which is emptied first. Runs in a Ray task.
 
-    Returns whether each episode was written, and the reasons for episodes that do not repeat or raised. `step_limit_s`
-    as for `Limited`.
+    Returns whether each episode was written, and the reasons for episodes that do not repeat or raised. Raises
+    FileNotFoundError if the node does not see the driver's folder.
     """
+    if not folder.parent.is_dir():
+        raise FileNotFoundError(
+            f"{socket.gethostname()} does not see {folder.parent}, where the driver collects the dataset's parts: give "
+            "a path that all nodes share"
+        )
     choose_gl()
     shutil.rmtree(folder, ignore_errors=True)
     dataset, current = None, None
@@ -85,7 +86,7 @@ def write_share(
             for task, episode in share:
                 if task != current:
                     env_stack.close()
-                    env, current = Limited(makers[task], step_limit_s), task
+                    env, current = makers[task](), task
                     env_stack.callback(close_quietly, env)
                 written.append(False)
                 try:
@@ -158,13 +159,15 @@ def record_dataset(
         root: folder of the dataset; `is_free` is true of it.
         about: function from the returned flags to the content of environment.json.
     """
-    shares = list(itertools.batched(episodes, SHARE_EPISODES))
-    root, step_limit_s = root.resolve(), Timeouts.from_environment().step  # a link cannot be replaced
+    shares, step_limit_s = list(itertools.batched(episodes, SHARE_EPISODES)), Timeouts.from_environment().step
+    limited = {name: partial(Limited, make, step_limit_s) for name, make in makers.items()}
+    root = root.resolve() if root.is_symlink() else root  # a link cannot be replaced
     partial_folder = root.parent / f".{root.name}.{os.getpid()}.partial"
     folders = [partial_folder / str(number) for number in range(len(shares))]
+    partial_folder.mkdir(parents=True, exist_ok=True)
     task: Any = ray.remote(write_share).options(num_cpus=1)
     pending = [
-        task.remote(folder, {name: makers[name] for name, _ in share}, play, share, form, step_limit_s)
+        task.remote(folder, {name: limited[name] for name, _ in share}, play, share, form)
         for folder, share in zip(folders, shares, strict=True)
     ]
     running = list(pending)

@@ -47,7 +47,7 @@ class Decision:
 class Limited(gymnasium.Wrapper[Any, Any, Any, Any]):
     """An environment whose process ends when it hangs: Python cannot interrupt a native call.
 
-    The limit of a step, an expert's action, or a reset but the first is `step_limit_s` seconds.
+    The limit of a step, or of a reset but the first, is `step_limit_s` seconds; an expert may plan for longer.
     """
 
     def __init__(self, make: Maker, step_limit_s: float) -> None:
@@ -63,10 +63,6 @@ class Limited(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         with _limit(self._step_limit_s):
             return self.env.step(action)
-
-    def expert_action(self) -> Any:
-        with _limit(self._step_limit_s):
-            return self.env.get_wrapper_attr("expert_action")()
 
 
 class Stage:
