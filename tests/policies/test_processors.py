@@ -435,17 +435,6 @@ def test_prompts_are_as_long_as_the_option_says(case):
     assert prepared[TOKENS].shape[1] == config.tokenizer_max_length
 
 
-def test_a_prompt_that_lerobot_would_cut_is_refused(case):
-    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
-    plain = TokenizerProcessorStep(tokenizer=make_tokenizer(["go"]), max_length=24)
-    preprocessor.steps = [plain if isinstance(step, TokenizerProcessorStep) else step for step in preprocessor.steps]
-    prepare, rows = Prepare(preprocessor, case.meta.camera_keys, {}, case.config), case.rows([4, 13])
-    assert not prepare(rows)[MASK][:, -1].any()
-    rows["task"][1] = "go " * 12
-    with pytest.raises(ValueError, match="the prompt of 'go go.* has 24 tokens.*larger --policy.tokenizer_max_length"):
-        prepare(rows)
-
-
 def written_tokenizer(folder, **changes):
     make_tokenizer(["go to the bin"]).save_pretrained(folder)
     path = folder / "tokenizer.json"

@@ -23,12 +23,7 @@ from lerobot.processor import (
     RenameObservationsProcessorStep,
     TokenizerProcessorStep,
 )
-from lerobot.utils.constants import (
-    ACTION,
-    IMAGENET_STATS,
-    OBS_IMAGES,
-    OBS_LANGUAGE_ATTENTION_MASK,
-)
+from lerobot.utils.constants import ACTION, IMAGENET_STATS, OBS_IMAGES
 from lerobot.utils.feature_utils import dataset_to_policy_features
 from torch import Tensor, nn
 
@@ -181,19 +176,7 @@ class Prepare:
         prepared = self._run(inputs if rows else {key: _blank_row(value) for key, value in inputs.items()})
         columns = {key: value[:rows] for key, value in prepared.items()}
         self._check_finite(batch, columns)
-        self._check_prompts(batch, columns)
         return columns
-
-    def _check_prompts(self, batch: Mapping[str, np.ndarray], prepared: Mapping[str, np.ndarray]) -> None:
-        """Refuse a prompt that fills its columns: LeRobot cuts a longer one, which loses the last joints or words."""
-        if any(isinstance(step, TokenizerProcessorStep) for step in self._pipeline.steps):
-            mask = prepared[OBS_LANGUAGE_ATTENTION_MASK]
-            if (is_full := mask.all(axis=1)).any():
-                raise ValueError(
-                    f"the prompt of {batch['task'][is_full.argmax()]!r:.200} has {mask.shape[1]} tokens, as many as "
-                    "the policy takes, and its end may be cut off: give a larger --policy.tokenizer_max_length, or "
-                    "shorten the instruction"
-                )
 
     def _check_finite(self, batch: Mapping[str, np.ndarray], prepared: Mapping[str, np.ndarray]) -> None:
         """Refuse NaN and infinity: in a state they become words of PI0.5's prompt, in an action the loss of a step."""
