@@ -187,7 +187,7 @@ def test_a_run_goes_on_with_the_tokenizer_that_it_began_with(setting, tmp_path):
     assert begun.action_tokenizer == ActionTokenizer.fit(chunks, SPARE_WORDS - 2)
     assert InsulatedPI05("pi05").fit_to_rows(lambda: pytest.fail("read again"), tmp_path) == begun
     lines = InsulatedPI05("pi05", vocabulary=SPARE_WORDS - 8).describe_chunks(lambda: sample, tmp_path)
-    assert f"as {SPARE_WORDS - 2} tokens" in lines[0] and "fits its own" not in " ".join(lines)
+    assert f"as {SPARE_WORDS - 2} tokens" in lines[0] and "before its first step" not in " ".join(lines)
     other = InsulatedPI05("pi05", action_tokenizer=ActionTokenizer.load(setting[0] / "tokenizer"))
     with pytest.raises(ValueError, match="has the tokenizer that this run was started with"):
         other.fit_to_rows(lambda: sample, tmp_path)

@@ -110,12 +110,8 @@ class ActionTokenizer:
     def decode(self, tokens: Sequence[Sequence[int]], shape: tuple[int, int]) -> np.ndarray:
         """Decode tokens to chunks of `shape` (T, A), float64 (N, T, A). Raises ValueError for another shape."""
         texts = [self._bpe.decode(list(ids), skip_special_tokens=False) for ids in tokens]
-        wrong = next((text for text in texts if len(text) != math.prod(shape)), None)
-        if wrong is not None:
-            raise ValueError(
-                f"the action tokenizer has no tokens for some values: a chunk of {shape[0]} x {shape[1]} comes back as "
-                f"{len(wrong)} coefficients; give --train.action_tokenizer fit"
-            )
+        if any(len(text) != math.prod(shape) for text in texts):
+            raise ValueError("the action tokenizer has no tokens for some values; give --train.action_tokenizer fit")
         codes = np.array([[ord(letter) for letter in text] for text in texts], np.int64).reshape(-1, *shape)
         return np.asarray(idct((codes + self.lowest) / self.scale, axis=1, norm="ortho"))
 
@@ -153,10 +149,8 @@ def _texts(coefficients: np.ndarray, lowest: int) -> list[str]:
 def describe_tokens(tokenizer: ActionTokenizer, sample: Sequence[Chunks]) -> list[str]:
     """Describe the number of tokens of chunks, and the errors of decoded actions in their units."""
     lines = []
-    for chunks in sample:
+    for chunks in (some for some in sample if len(some.values)):  # a robot may have none of the rows
         values = chunks.values
-        if not len(values):
-            continue  # a robot with a small share of the rows
         tokens = tokenizer.encode(values)
         counts, columns = np.array([len(ids) for ids in tokens]), columns_of(values[0].size)
         share = (counts >= columns).mean()

@@ -125,11 +125,10 @@ class Look:
     def sample(self) -> str:
         """Describe the sample that the findings are based on."""
         meta = self.meta
-        is_complete = len(self.episodes) == meta.total_episodes and self.rows == meta.total_frames
+        some, all_of_them = len(self.episodes), meta.total_episodes
+        is_complete = some == all_of_them and self.rows == meta.total_frames
         read = "every row" if is_complete else f"{self.rows:,} of {meta.total_frames:,} rows"
-        scope = (
-            "" if is_complete else f", from {len(self.episodes):,} of {meta.total_episodes:,} episodes spread evenly"
-        )
+        scope = "" if is_complete else f", from {some:,} of {all_of_them:,} episodes spread evenly"
         cameras = f"; images at {MOMENTS} moments of up to {CAMERA_EPISODES} episodes" if meta.camera_keys else ""
         return f"{read} without images{scope}{cameras}"
 

@@ -278,9 +278,7 @@ class InsulatedPI05(PI05):
         tokenizer, sample = self._written(folder) or self.action_tokenizer, chunks()
         if tokenizer is not None:
             return describe_tokens(tokenizer, sample)
-        fitted = (
-            "with a tokenizer fitted to this sample; the run fits its own to up to 20,000 chunks before its first step"
-        )
+        fitted = "with a tokenizer fitted to this sample; before its first step the run fits one to up to 20,000 chunks"
         return [*describe_tokens(self._fitted(sample), sample), " " * 13 + fitted]
 
     def _written(self, folder: Path) -> ActionTokenizer | None:
