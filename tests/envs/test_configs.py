@@ -3,14 +3,16 @@
 import importlib.util
 import json
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 from lerobot.utils.constants import ACTION
 
 from tests.evaluation import several
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, how_drawn, longest_episode, task_makers
-from vla_finetuning.options.command_line import parse_record
-from vla_finetuning.rollouts.experts import resolve_recording
+from vla_finetuning.options.command_line import parse_evaluate, parse_record
+from vla_finetuning.rollouts.experts import DEFAULTS, resolve_recording
 
 
 def test_metaworld_is_what_its_flags_say(monkeypatch):
@@ -53,6 +55,14 @@ def test_a_policy_sees_pictures_drawn_as_those_it_was_trained_on(tmp_path):
         check_drawn(drawn_for(tmp_path), env_config("metaworld"), tmp_path)
     with pytest.raises(ValueError, match=r"give --env.render_quality=fast$"):
         check_drawn(drawn_for(tmp_path), env_config("metaworld", ["--image_size=[96,128]"]), tmp_path)
+
+
+def test_the_pages_three_tasks_are_evaluated_as_they_were_recorded():
+    page = (Path(__file__).parents[2] / "docs" / "simulators.md").read_text().replace("\\\n", "")
+    commands = [re.search(rf"python {name}.py (.* \[112,112\].*)", page)[1].split() for name in ("record", "evaluate")]
+    recorded, played = parse_record(commands[0]).env_options, parse_evaluate(commands[1]).env_options
+    drawn = [how_drawn(env_config("metaworld", options)) for options in ([*DEFAULTS["metaworld"], *recorded], played)]
+    assert drawn[0] == drawn[1] and drawn[0]["image_size"] == [112, 112]
 
 
 def test_a_recording_is_refused_before_anything_starts(tmp_path):
