@@ -177,7 +177,7 @@ TWO_ROBOTS = '{"/a": {"robot": "x"}, "/b": {"robot": "y"}}'
         (parse_evaluate, GRPO[1:], "which policy[?] give --policy.path FOLDER_OR_HUB_ID$"),
         (parse_evaluate, GRPO[:2], "where to[?] give --output_dir FOLDER or .*; given again, it goes on there"),
         (parse_evaluate, [*GRPO, "--eval.record_dataset=s3://b/x"], "--eval.record_dataset=s3://b/x: .* to a disk"),
-        (parse_record, ["--env.type=metaworld"], "--env.type and --root are required"),
+        (parse_record, ["--env.type=metaworld"], "give --env.type and --root, as"),
         (parse_record, ["--env.type=metaworld", "--root=s3://b/x"], "--root=s3://b/x: datasets are written to a disk"),
         (parse_value, [DATA[0], DATA[2]], "a value function sees with a policy.s model"),
         (parse_value, [*DATA, "--train.mode=full"], "--train.mode=full: --value.backbone says what trains"),

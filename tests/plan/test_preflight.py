@@ -290,13 +290,18 @@ def test_the_robots_of_the_run_have_a_policy_each(setting, tmp_path):
     assert result_problem(config) is None
 
 
-def test_a_finished_run_is_recognized_by_what_its_plan_decides(finished, tmp_path, capsys):
-    run, _ = finished
+def test_a_finished_run_is_recognized_by_what_its_plan_decides(finished, tmp_path, capsys, monkeypatch):
+    run, exported = finished
     argv = flags((tmp_path, run.rows.metas[0].root, run.config.policy_path), output_dir=tmp_path / "run")
     argv += ["--resume", "--dataset.statistics=auto", "--dataset.image_size=auto"]
     assert not examine(parse_args(argv)).finished
     capsys.readouterr()
     assert vla.main(argv) == 0 and "nothing is left to do" in capsys.readouterr().out
+    (exported / "model.safetensors").unlink()
+    assert vla.main([*argv, "--dry_run"]) == 0 and "it is written again" in capsys.readouterr().out
+    looks = []  # each lists the folder in a bucket
+    monkeypatch.setattr("vla_finetuning.plan.preflight.is_finished", looks.append)
+    assert vla.main([f"--output_dir={tmp_path / 'run'}", "--resume", "--dry_run"]) == 0 and len(looks) == 1
 
 
 def test_episodes_of_a_dataset_on_the_hub_are_named_by_its_id():

@@ -101,9 +101,9 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path, writers):
 
 def test_other_names_and_shapes_are_refused(tmp_path):
     path = made(tmp_path)
-    with pytest.raises(ValueError, match=r"another trainable state than is wanted now, e.g. \['b.weight'\]"):
+    with pytest.raises(ValueError, match=r"another trainable state, e.g. \['b.weight'\]"):
         load_checkpoint(path, {**empty()[0], "b.weight": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"another optimizer state .* e.g. \['exp_avg.a.weight'\]"):
+    with pytest.raises(ValueError, match=r"another optimizer state, e.g. \['exp_avg.a.weight'\]"):
         load_checkpoint(path, empty()[0], {})
     with pytest.raises(ValueError, match=r"cannot be read: .*\[3, 4\].*\[4, 3\]"):
         load_checkpoint(path, {"a.weight": torch.zeros(4, 3)})

@@ -121,9 +121,7 @@ class RecordConfig(EnvironmentOptions):
 
     def check(self, config: Any) -> None:
         if self.env_type is None or self.root is None:
-            raise ValueError(
-                "--env.type and --root are required, as --env.type metaworld --env.task reach-v3 --root FOLDER"
-            )
+            raise ValueError("give --env.type and --root, as --env.type metaworld --env.task reach-v3 --root FOLDER")
         check_recorded(self.root, "--root")
         if self.seed > MAX_SEED - self.episodes:
             raise ValueError(f"--seed={self.seed}: must be at most {MAX_SEED - self.episodes}, for as many episodes")

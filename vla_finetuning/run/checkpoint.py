@@ -284,9 +284,7 @@ def _load(folder: Path, requested: Mapping[str, Mapping[str, Tensor]]) -> Progre
                 saved = {name for name in saved if not name.startswith(CRITIC)}  # only the policy's tensors are loaded
             if saved != tensors.keys():
                 differing = sorted(saved ^ tensors.keys())[:5]
-                raise ValueError(
-                    f"it holds another {group_name} state than is wanted now, e.g. {differing}; give its run's options"
-                )
+                raise ValueError(f"it holds another {group_name} state, e.g. {differing}; give its run's options")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each process loads by itself
             everything = {name: tensor for tensors in requested.values() for name, tensor in tensors.items()}
