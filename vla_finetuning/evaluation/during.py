@@ -180,7 +180,7 @@ class Evaluator:
         episodes = episode_list(["plain"], self._makers, options.n_episodes, run.policy.seed)
         environment = {"type": run.config.env_type, "options": run.config.env_options}
         attempt = trained_by(attempts(run.job.output_dir), step)
-        policy = {"path": address(run.job.output_dir), "step": step, "attempt": attempt}
+        policy = {"path": address(run.job.output_dir), "step": step, **({"attempt": attempt} if attempt else {})}
         about = {"policy": policy, "environment": environment, "seed": run.policy.seed}
         folder = run.job.output_dir / EVALUATIONS / checkpoint.name
         try:
