@@ -84,9 +84,9 @@ def test_a_shard_has_its_part_of_every_dataset_in_equal_numbers():
     of_second = drawn.dataset_index[piece] == 1
     counted = [(rows * weights[piece])[(shard == s) & of_second].sum() for s in range(3)]
     assert np.ptp(counted) <= 4
-    with pytest.raises(ValueError, match="--dataset.shards=9: /b has 8 training rows in 2 episodes, which are too few"):
+    with pytest.raises(ValueError, match="--dataset.shards=9: /b has 8 training rows in 2 episodes, which are fewer"):
         divide(np.array([0, 1, 1]), np.array([100, 4, 4]), None, 9, 1, ROOTS)
-    with pytest.raises(ValueError, match="/b has 8 .* which, cut at key frames, every 4 rows, are too few for each"):
+    with pytest.raises(ValueError, match="/b has 8 .* which, cut at key frames, every 4 rows, are fewer"):
         divide(np.array([0, 1, 1]), np.array([100, 4, 4]), None, 3, 4, ROOTS)
 
 
