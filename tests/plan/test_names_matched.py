@@ -12,7 +12,7 @@ from vla_finetuning.data.metadata import load_metadata, rename_features
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.plan.mixture import unify_names
+from vla_finetuning.plan.mixture import check_same_features, unify_names
 from vla_finetuning.policies.augment import lerobot_step
 from vla_finetuning.policies.lora import add_adapters
 
@@ -122,6 +122,8 @@ def test_a_camera_is_never_taken_for_another_one_of_a_mixture(setting):
     front, overhead, base, other = (f"{OBS_PREFIX}{name}" for name in ("front", "overhead", "base", "other"))
     _, found = unify_names([a, a], [{front: base}, {front: other}])
     assert other in found.features and front not in found.features
+    with pytest.raises(ValueError, match="second lacks .*front'.*; give equal ones equal names"):  # no flag renames it
+        check_same_features([a, found], [front], {front: base})
     _, found = unify_names([a, b], [{front: base}, {overhead: base}])
     assert front in found.features and overhead not in found.features
     unused = rename_features(b, {WRIST: front})  # has the name that the first dataset gives its base

@@ -68,11 +68,11 @@ def check_same_features(metas: Sequence[DatasetMetadata], keys: Sequence[str], r
         if not missing:
             continue
         names: dict[str, str] = {}
-        spare = [key for key in meta.features if key not in first.features]
+        spare = [key for key, feature in meta.features.items() if key not in first.features and feature.key == key]
         for key in missing:
             candidates = [k for k in spare if k not in names and _same_kind(first.features[key], meta.features[k])]
             names |= dict.fromkeys(candidates[:1], rename_map.get(key, key))
-        hint = "convert it, or leave it out"
+        hint = "give equal ones equal names in each member's rename_map, convert it, or leave it out"
         if len(names) == len(missing):
             hint = f"if these are the same, --rename_map='{json.dumps({**rename_map, **names})}'"
         raise ValueError(
