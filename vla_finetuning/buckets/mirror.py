@@ -381,11 +381,10 @@ def read_stored(path: Path, span: tuple[int, int] | None = None) -> bytes:
     if located := mirror_of(path):
         store, key = located[0].store, located[0].key_of(located[1])
         return store.get(key)[0] if span is None else store.range(key, *span)
-    if span is None:
-        return path.read_bytes()
+    start, end = span or (0, -1)
     with path.open("rb") as file:
-        file.seek(span[0])
-        return file.read(span[1] - span[0])
+        file.seek(start)
+        return file.read(end - start)
 
 
 def keep_unsent(path: Path, folder: Path) -> None:

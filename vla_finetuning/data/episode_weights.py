@@ -20,8 +20,7 @@ from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 FLAG = "--dataset.episode_weights"
 # Largest weight, the number of times that an epoch repeats an episode.
 MAX_WEIGHT = 1000.0
-# Smallest mean, or sum, of the weights that are not 0: probabilities would make an epoch of one episode, and a plan of
-# millions of epochs.
+# Smallest mean, or sum, of the weights that are not 0: probabilities would make epochs of one episode.
 MIN_MEAN_WEIGHT, MIN_SUM = 0.01, 10
 
 

@@ -557,8 +557,7 @@ def _in_order(
 ) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
     """Sort the table of episodes by `episode_index`.
 
-    Fill a missing number with a copy of the episode before it (and of its file), of length 0, and note it in
-    `broken["data"]`.
+    Fill a missing number with the episode before it, in its file, of length 0, and note it in `broken["data"]`.
 
     Raises:
         ValueError: no episode, a repeated episode, or totals that differ from info.json.
