@@ -25,7 +25,7 @@ from tests.datasets import add_subtasks, datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data import safe_parquet
-from vla_finetuning.data.metadata import load_metadata, rename_features
+from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.plan import PART_SEGMENTS, _Source
 from vla_finetuning.data.read_tasks import BlockShare, reads_per_task
 from vla_finetuning.data.rows import BOOKKEEPING, read_rows
@@ -431,7 +431,9 @@ def test_datasets_that_store_numbers_of_other_widths_can_be_read_together(roots,
             assert rows[key].dtype == theirs.dtype == np.float32
             np.testing.assert_array_equal(rows[key][i], theirs)
     # What is called otherwise is still found.
-    renamed = rename_features(metas[1], {"observation.state": "state"})
+    features = {key: feature for key, feature in metas[1].features.items() if key != "observation.state"}
+    features["state"] = replace(metas[1].features["observation.state"], key="state")
+    renamed = replace(metas[1], features=features)
     with pytest.raises(ValueError, match='--rename_map=.{"state": "observation.state"}'):
         check_same_features([metas[0], renamed], ["observation.state"], {})
 

@@ -242,6 +242,6 @@ def test_a_policy_that_sorts_its_cameras_keeps_its_names_unless_the_order_is_the
     outputs = {ACTION: PolicyFeature(FeatureType.ACTION, (7,))}
     config = FastWAMConfig(device="cpu", input_features=inputs, output_features=outputs)
     assert own_camera_names(config, {left: first, right: second}) == ({first: left, second: right}, "")
-    assert "in the order of their names" in own_camera_names(config, {right: first, left: second})[1]
+    assert "orders cameras by name" in own_camera_names(config, {right: first, left: second})[1]
     act = ACTConfig(device="cpu", input_features=inputs, output_features=outputs)
     assert own_camera_names(act, {right: first, left: second}) == ({first: right, second: left}, "")
