@@ -19,7 +19,7 @@ if __name__ == "__main__":  # help and errors come before imports that take seco
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from ray.exceptions import RayError
 
 import vla
 from vla_finetuning.files import write_json
+from vla_finetuning.options.fields import decided
 from vla_finetuning.plan.demo import DEMO_CACHE, prepare_disobedient
 from vla_finetuning.plan.preflight import Examined
 from vla_finetuning.program import Work, deliver, reported, run_training
@@ -82,11 +83,11 @@ def resolve(examined: Examined, stack: contextlib.ExitStack) -> GrpoRun | None:
         if folder is None:
             print_safe("Imitation    has not run, and the plan depends on its policy: run without --dry_run")
             return None
-        config = replace(config, policy_path=str(folder))
+        config = decided(config, {"policy_path": str(folder)})
     return resolve_grpo(config, cluster.gpus_found(config.scaling, config.preset))
 
 
-def plan(run: GrpoRun, _: Examined) -> Work:
+def plan(run: GrpoRun) -> Work:
     """Print the run's plan, check the recording of episodes, and return the work."""
     config = run.config
     if pending_dataset(run) is not None and config.resume:  # a demo may start again over an earlier run

@@ -56,10 +56,10 @@ def resolve(examined: Examined, _: ExitStack) -> ValueRun:
     return resolve_value(examined.config, datasets=examined.datasets)
 
 
-def plan(run: ValueRun, examined: Examined) -> Work:
+def plan(run: ValueRun) -> Work:
     """Print the run's plan, look at its rows, and return the work."""
     print_safe_text(describe_value(run))
-    print_safe(*look_at_rows(run.training, examined.datasets))
+    print_safe(*look_at_rows(run.training))
     return partial(work, run)
 
 

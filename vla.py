@@ -148,10 +148,10 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
     return run_training(VLA, argv, examined, lambda found, _: resolve(found.config, datasets=found.datasets), plan)
 
 
-def plan(run: Run, examined: Examined) -> Work:
+def plan(run: Run) -> Work:
     """Print the run's plan, do the remaining checks that need no Ray, and return the work."""
     evaluator = Evaluator(run, policy_at)
-    planned = show_plan(run, examined.datasets)
+    planned = show_plan(run)
     return lambda: work(planned, evaluator)
 
 

@@ -15,10 +15,11 @@ from vla_finetuning.options.command_line import (
     parse_record,
     parse_value,
 )
-from vla_finetuning.options.fields import get_option
+from vla_finetuning.options.fields import decided, get_option
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.mixture import members
 from vla_finetuning.options.programs import PRESETS, Config
+from vla_finetuning.run.folder import changed_options
 
 DATA = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
 LOSSES = [*DATA, "--dataset.eval_split=0.1", "--eval_steps=300", "--save_freq=1000", "--env.type=two_bins"]
@@ -446,12 +447,22 @@ def test_limits_in_the_environment_are_checked(monkeypatch, text):
         Timeouts.from_environment()
 
 
-def test_only_a_resumed_run_keeps_its_rows_of_a_shard(started, tmp_path):
-    first, resume = started("--dataset.shards=2")
-    saved = tmp_path / CONFIG_NAME
-    saved.write_text(json.dumps(first.to_json() | {"dataset": first.to_json()["dataset"] | {"shard_rows": 8}}))
-    assert parse_args(resume).dataset.shard_rows == 8
-    assert parse_args([f"--config_path={saved}", *DATA]).dataset.shard_rows is None
+def test_a_resumed_run_keeps_what_its_plan_decided(started, tmp_path):
+    """Also where the same command comes again; another run decides anew."""
+    flags = ["--dataset.repo_id=a/b", "--dataset.revision=main", "--dataset.statistics=auto"]
+    first, resume = started("--dataset.root=null", *flags)
+    decisions = {"dataset.revision": "c0ffee", "dataset.statistics": "exact", "dataset.shard_rows": 8}
+    of_plan = decided(decided(first, decisions), {**decisions, "scaling.use_gpu": True})
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(of_plan.to_json()))
+    for more in ([], flags):
+        again = parse_args([*resume, *more])
+        assert again == replace(of_plan, resume=True) and not changed_options(again)
+    again = parse_args([*resume, "--dataset.revision=v2", "--scaling.use_gpu=null"])
+    assert (again.dataset.revision, again.scaling.use_gpu) == ("v2", None)
+    assert again.given == {path: of_plan.given[path] for path in ("dataset.shard_rows", "dataset.statistics")}
+    assert changed_options(again) == ["dataset.revision was c0ffee, is v2", "scaling.use_gpu was True, is None"]
+    other = [f"--config_path={tmp_path / CONFIG_NAME}", f"--output_dir={tmp_path}"]
+    assert parse_args(other) == first and parse_args([*other, *flags[:1]]).dataset.revision is None
 
 
 def test_a_run_of_grpo_is_resumed_with_its_own_options_alone(started, tmp_path):

@@ -16,7 +16,7 @@ from ray.train import TrainingFailedError
 from vla_finetuning.buckets.mirror import address
 from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.options.command_line import Program, asks_for_help
-from vla_finetuning.plan.preflight import Examined, examine, nothing_left
+from vla_finetuning.plan.preflight import Examined, examine
 from vla_finetuning.plan.record import record_run
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.spec import PolicySpec
@@ -84,7 +84,7 @@ def run_training[R: TrainingRun](
     argv: Sequence[str] | None,
     examined: Examined | None,
     resolve: Callable[[Examined, ExitStack], R | None],
-    plan: Callable[[R, Examined], Work],
+    plan: Callable[[R], Work],
 ) -> int:
     """Run a program that trains: resolve the run, lock its folder, print its plan, work. Return the exit status.
 
@@ -98,12 +98,11 @@ def run_training[R: TrainingRun](
             return None
         require_tracker(checked.config.track)
         run = resolve(checked, stack)
-        # The options as decided may be those of a finished run.
-        if run is None or (run.config != checked.config and nothing_left(run.config)):
+        if run is None:
             return None
         config, job = run.config, run.job
         stack.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
-        work = plan(run, checked)
+        work = plan(run)
         if config.dry_run:
             return None
         prepare_folder(config)

@@ -204,9 +204,9 @@ def test_it_is_written_once_and_replaces_nothing(run, monkeypatch):
 def test_iterations_that_were_played_without_it_are_missed(base, tmp_path, monkeypatch):
     late = resolved(base, tmp_path / "run", **{**OPTIONS, "grpo.record_dataset": tmp_path / "dataset"})
     monkeypatch.setattr(grpo, "steps_done", lambda job: 1)
-    grpo.plan(late, None)  # a demo that starts again, over an earlier run's checkpoints
+    grpo.plan(late)  # a demo that starts again, over an earlier run's checkpoints
     with pytest.raises(ValueError, match="lacks the episodes of 1 of 1 iterations"):
-        grpo.plan(replace(late, config=replace(late.config, resume=True)), None)
+        grpo.plan(replace(late, config=replace(late.config, resume=True)))
     for iteration in (1, 2):
         write_episodes(late.job.output_dir, iteration, SimpleNamespace(rank=0), [])
     with pytest.raises(ValueError, match="lacks the episodes of 1 of 3 iterations"):

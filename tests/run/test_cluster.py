@@ -221,8 +221,8 @@ def test_only_gpus_of_the_type_that_is_asked_for_are_looked_at():
 def test_whether_to_train_on_gpus_is_not_guessed_from_a_machine_that_joins_a_cluster(monkeypatch):
     """The head node of configs/ has no GPU, and its workers have 8."""
     plain, asked = ScalingOptions(), ScalingOptions(accelerator_type="H100")
-    assert [plain.decided(found).use_gpu for found in (0, 2)] == [False, True]
-    assert asked.decided(0).use_gpu and replace(plain, use_gpu=False).decided(2).use_gpu is False
+    assert [plain.on_gpus(found) for found in (0, 2)] == [False, True]
+    assert asked.on_gpus(0) and replace(plain, use_gpu=False).on_gpus(2) is False
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster, "running_cluster", lambda: None)

@@ -372,7 +372,7 @@ def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatc
     monkeypatch.setattr(vla, "resolve", lambda config, datasets: resolved)
     monkeypatch.setattr(vla, "Evaluator", lambda *_: None)
     monkeypatch.setattr(plan, "describe", lambda run: "the plan")
-    monkeypatch.setattr(plan, "look_at_rows", lambda run, datasets: [])
+    monkeypatch.setattr(plan, "look_at_rows", lambda run: [])
     monkeypatch.setattr(plan, "check_memory", lambda run: 0)
     assert vla.main(argv) == 2
     assert "error: model somebody/arm: the token of me may not write to it" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from typing import Any
 from vla_finetuning.buckets.mirror import as_file, as_path, pull
 from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.credentials import refuse_credentials
-from vla_finetuning.options.fields import Option, check, did_you_mean, leaves, options_of, set_option
+from vla_finetuning.options.fields import Option, check, did_you_mean, get_option, leaves, options_of, set_option
 from vla_finetuning.options.job import CONFIG_NAME, PER_START
 from vla_finetuning.options.lerobot_train import answer
 from vla_finetuning.options.mixture import read_mixture
@@ -53,8 +53,7 @@ CONFIG_PATH = Option(
     path="config_path",
     annotation=str | None,
     default=None,
-    help="A run's config.json, whose options come before the preset's and those given. It holds what that run's plan "
-    "decided, as its statistics, image size and precision: give a flag, with auto, to decide it anew.",
+    help="A run's config.json, whose options, as they were given, come before the preset's and those given.",
     form="a file",
     section="The run and its folder",
 )
@@ -203,9 +202,11 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
         defaults["steps"] = "null"  # the size of the dataset sets the length of a rehearsal
     config = program.config_type()
     replaced = {flags[name].path for name in _replaced([*defaults, *names], resumed) if name in flags}
-    if not resumed:
-        replaced.add("dataset.shard_rows")  # which the plan of another run decides anew
-    for path, value in _saved_options(as_file(config_path), program.config_type) if config_path else ():
+    saved_options = dict(_saved_options(as_file(config_path), program.config_type)) if config_path else {}
+    given = saved_options.pop("given", {})
+    if not resumed:  # its plan decides anew
+        saved_options |= given
+    for path, value in saved_options.items():
         if path not in replaced:
             set_option(config, path, value)
     started: Any = config
@@ -225,6 +226,12 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
             path = groups[f"{prefix}."].path
             current = {listed.partition("=")[0]: listed for listed in getattr(config, path)}
             setattr(config, path, list((current | {f"--{suffix}": f"--{suffix}={text}"}).values()))
+    named = {flags[name].path for name in names if name in flags}
+    for path, value in given.items() if resumed else ():
+        # A decision stays unless this command line gives the option another value; null has it decided anew.
+        if path not in named or (value is not None and get_option(config, path) == value):
+            set_option(config, path, saved_options[path])
+            started.given[path] = value
     if isinstance(config, Config | ValueConfig):
         mixture = config.dataset.mixture
         if isinstance(mixture, str) and mixture.startswith("@"):

@@ -10,6 +10,7 @@ rules between two options with the field (`requires`, `conflicts`, `only_with`).
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import json
@@ -236,6 +237,17 @@ def set_option(config: Any, path: str, value: Any) -> None:
     for group in groups:
         config = getattr(config, group)
     setattr(config, name, value)
+
+
+def decided[C](config: C, values: Mapping[str, Any]) -> C:
+    """Return the options with `values` by path, as a plan decides them; `config.given` keeps what was given instead."""
+    config = copy.deepcopy(config)
+    settings: Any = config
+    for path, value in values.items():
+        if (given := get_option(config, path)) != value:
+            settings.given = {path: given, **settings.given}
+            set_option(config, path, value)
+    return config
 
 
 def leaves(saved: Any, paths: Container[str], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -44,6 +44,7 @@ class JobOptions:
     seed: int = option(1000, "Seed of all random numbers.", min=0, max=MAX_SEED)
     track: TrackerName | None = option(None, "Also log metrics to a tracker.")
     track_project: str = option("vla-fine-tuning", "Project name in the tracker.")
+    given: dict[str, Any] = option({}, "Values as given, by path, of options that a plan has decided.", flag=None)
 
     def check(self, config: Any) -> None:
         check_output(self.output_dir)

@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 import os
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -66,6 +66,11 @@ class Member:
     action: list[str] | None = None
     fps: int | None = None
 
+    def weighted(self, frames: int) -> Member:
+        """Return the member with its power replaced by an equivalent weight, for so many training frames."""
+        weight = self.weight * float(max(1, frames)) ** self.power if self.power else self.weight
+        return replace(self, weight=weight, power=0.0)
+
     def orders(self) -> dict[str, list[str]]:
         """Return the names of dimensions in the order of rows, by LeRobot's name of the feature."""
         dimensions = {"observation.state": self.state, "action": self.action}
@@ -84,17 +89,6 @@ def members(mixture: Mapping[str, Any] | str) -> tuple[Member, ...]:
         _member(root, options if isinstance(options, Mapping) else {"weight": options}, f"{FLAG}: {root}")
         for root, options in mixture.items()
     )
-
-
-def with_weights(mixture: Mapping[str, Any] | str, frames: Sequence[int]) -> dict[str, Any]:
-    """Return the mixture with each power replaced by an equivalent weight, for so many training frames of each."""
-    assert isinstance(mixture, Mapping)  # a file is read with the flags
-    weighted = dict(mixture)
-    for member, count in zip(members(mixture), frames, strict=True):
-        if member.power:
-            options = {key: value for key, value in mixture[member.root].items() if key != "power"}
-            weighted[member.root] = {**options, "weight": member.weight * float(max(1, count)) ** member.power}
-    return weighted
 
 
 def robots(listed: tuple[Member, ...]) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from vla_finetuning.options.fields import option
 
@@ -94,11 +94,9 @@ class WorkerOptions:
         """Return the least common multiple of all allowed numbers of workers."""
         return math.lcm(*range(self.min_workers or self.num_workers, self.num_workers + 1))
 
-    def decided(self, gpus_found: int) -> Self:
-        """Return the options with an absent `use_gpu` set: true with an `accelerator_type` or any GPU found."""
-        if self.use_gpu is not None:
-            return self
-        return replace(self, use_gpu=self.accelerator_type is not None or gpus_found > 0)
+    def on_gpus(self, gpus_found: int) -> bool:
+        """Return `use_gpu`; if absent, whether there is an `accelerator_type` or any GPU was found."""
+        return (self.accelerator_type is not None or gpus_found > 0) if self.use_gpu is None else self.use_gpu
 
 
 @dataclass

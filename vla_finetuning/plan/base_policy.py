@@ -9,7 +9,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 
 from vla_finetuning.files import read_foreign_json
+from vla_finetuning.options.fields import decided
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.policy import PolicyOptions, RunPolicyOptions
 from vla_finetuning.options.programs import Config
@@ -70,10 +71,10 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
             f"{base.name}: --dataset.on_error=skip needs a loss that can leave rows out, as that of "
             f"{types_that(lambda family: family.row_losses)}; this is a '{policy_type}': use --dataset.on_error=stop"
         )
-    config = replace(config, policy_path=path, policy_revision=base.identity["revision"])
+    config = decided(config, {"policy_path": path, "policy_revision": base.identity["revision"]})
     train_by_options(base.config, config.train, base.folder)
     if config.train.precision == "auto" and family.in_float32 and not base.config.use_amp:
-        config = replace(config, train=replace(config.train, precision="fp32"))  # as LeRobot trains it on GPUs, too
+        config = decided(config, {"train.precision": "fp32"})  # as LeRobot trains it on GPUs, too
     return config, base
 
 

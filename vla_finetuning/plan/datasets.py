@@ -20,6 +20,7 @@ from vla_finetuning.data.selection import Choice, of_each
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.environment import CACHE_GB, Timeouts, cache_gb
 from vla_finetuning.options.dataset import DatasetOptions
+from vla_finetuning.options.fields import decided
 from vla_finetuning.options.mixture import Member, members
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.recap import without_label
@@ -71,7 +72,7 @@ def find_datasets(config: Config) -> tuple[Config, Datasets]:
     config = with_absolute_paths(config)
     config, roots = _find_roots(config)
     listed = listed_members(config.dataset, roots)
-    config, listed, metas = _sort_actions_first(config, listed, load_datasets(config, listed))
+    listed, metas = _sort_actions_first(config, listed, load_datasets(config, listed))
     for meta, member in zip(metas, listed, strict=True):
         if not meta.without_actions:  # datasets of images and text may have fewer cameras
             check_camera_keys(meta, member.camera_keys)
@@ -137,11 +138,11 @@ def _add_absent_action(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> 
 
 def _sort_actions_first(
     config: Config, listed: tuple[Member, ...], metas: tuple[DatasetMetadata, ...]
-) -> tuple[Config, tuple[Member, ...], tuple[DatasetMetadata, ...]]:
+) -> tuple[tuple[Member, ...], tuple[DatasetMetadata, ...]]:
     """Move datasets without actions to the end; refuse them if the run does not train texts, or all are such."""
     texts = [meta for meta in metas if meta.without_actions]
     if not texts:
-        return config, listed, metas
+        return listed, metas
     label = f"dataset {texts[0].root}: no feature is called action"
     if config.train.text_targets is None:
         named = [key for key in texts[0].features if key not in ("action", *FRAME_FEATURES)]
@@ -162,12 +163,8 @@ def _sort_actions_first(
         raise ValueError(
             f"--recap.labels: dataset {texts[0].root} has no actions, and no advantage: leave it out, or the labels"
         )
-    assert isinstance(config.dataset.mixture, dict)  # a file is read with the flags
     order = sorted(range(len(metas)), key=lambda number: metas[number].without_actions)
-    listed = tuple(listed[number] for number in order)
-    mixture = {member.root: config.dataset.mixture[member.root] for member in listed}
-    config = replace(config, dataset=replace(config.dataset, mixture=mixture))
-    return config, listed, tuple(metas[number] for number in order)
+    return tuple(listed[number] for number in order), tuple(metas[number] for number in order)
 
 
 def without_labels(meta: DatasetMetadata) -> DatasetMetadata:
@@ -200,7 +197,7 @@ def _find_roots(config: Config) -> tuple[Config, list[str]]:
             episodes=of_each(config.dataset.episodes, [repo_id], "--dataset.episodes")[0],
             camera_keys=config.dataset.camera_keys,
         )
-        return replace(config, dataset=replace(config.dataset, revision=commit)), [path]
+        return decided(config, {"dataset.revision": commit}), [path]
     if config.preset != "demo" or config.dataset.roots:
         return config, config.dataset.roots
     from vla_finetuning.plan import demo  # imports drawing and video encoding

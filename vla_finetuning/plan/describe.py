@@ -9,7 +9,6 @@ from vla_finetuning.data.disk_cache import describe_numbers, has_capacity
 from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
 from vla_finetuning.options.dataset import describe_image_size
 from vla_finetuning.options.environment import describe_trial
-from vla_finetuning.options.mixture import members
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.sample_weighting import describe_weights
@@ -93,12 +92,12 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
 
 def _mixture(run: Run) -> list[str]:
     """Tabulate the datasets of a mixture: size, weight, share of rows, epochs and shapes."""
-    rows, mixture = run.rows, members(run.config.dataset.mixture)
-    if not mixture:
+    rows = run.rows
+    if not run.config.dataset.mixture:
         return []
     counts = rows.identity["rows_per_source"]
     epochs = run.job.steps * run.job.rows_per_step / rows.per_epoch
-    steps = rows.features.window_steps or (1,) * len(mixture)
+    steps = rows.features.window_steps or (1,) * len(rows.metas)
     cells = [
         (
             f"{frames:,}",
@@ -108,9 +107,11 @@ def _mixture(run: Run) -> list[str]:
             f"{meta.fps / step:g}",
             str(sum(key in meta.features for key in rows.camera_keys)),
         )
-        for member, meta, frames, count, step in zip(mixture, rows.metas, rows.per_dataset, counts, steps, strict=True)
+        for member, meta, frames, count, step in zip(
+            rows.members, rows.metas, rows.per_dataset, counts, steps, strict=True
+        )
     ]
-    return tabulate("frames weight share epochs actions/s cameras", mixture, rows.metas, cells)
+    return tabulate("frames weight share epochs actions/s cameras", rows.members, rows.metas, cells)
 
 
 def _features(run: Run) -> list[str]:

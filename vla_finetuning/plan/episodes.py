@@ -15,6 +15,7 @@ import numpy as np
 from vla_finetuning.data.frames import FrameRanges, describe_weights, frame_ranges_of, movement_keys, table
 from vla_finetuning.data.metadata import DatasetMetadata, check_readable, episode_ranges
 from vla_finetuning.data.selection import choose_episodes
+from vla_finetuning.options.mixture import Member
 from vla_finetuning.options.programs import PRESETS, Config
 from vla_finetuning.plan.datasets import Datasets
 
@@ -97,20 +98,20 @@ def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[st
         chosen.append(choose_episodes(meta, member.episodes, excluded, member.tasks, weights[number]))
 
         def remedy(episodes: list[int], number: int = number) -> str:
-            return exclusion(config, datasets, {number: episodes})
+            return exclusion(config, datasets.members, {number: episodes})
 
         check_readable(meta, chosen[number][0], member.camera_keys, remedy)
     return chosen
 
 
-def exclusion(config: Config, datasets: Datasets, unreadable: Mapping[int, Sequence[int]]) -> str:
+def exclusion(config: Config, members: Sequence[Member], unreadable: Mapping[int, Sequence[int]]) -> str:
     """Return the option that excludes episodes, `unreadable` by number of the dataset, besides those excluded."""
     excluded = {
         member.root: sorted({*(member.exclude_episodes or ()), *unreadable.get(number, ())})
-        for number, member in enumerate(datasets.members)
+        for number, member in enumerate(members)
     }
-    if config.dataset.exclude_episodes is None and any(member.exclude_episodes for member in datasets.members):
-        roots = [datasets.roots[number] for number in unreadable]
+    if config.dataset.exclude_episodes is None and any(member.exclude_episodes for member in members):
+        roots = [members[number].root for number in unreadable]
         return "; ".join(
             f"exclude_episodes of {root} in the mixture: {episode_ranges(excluded[root])}" for root in roots
         )

@@ -11,6 +11,7 @@ from lerobot.configs.policies import PreTrainedConfig
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.options import Features
 from vla_finetuning.data.reader import frame_spec
+from vla_finetuning.options.fields import decided
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.augment import make_augmentation
 from vla_finetuning.policies.processors import normalization_mode
@@ -35,8 +36,7 @@ def with_image_size(
     """
 
     def sized(image_size: list[int] | None) -> tuple[Config, Features]:
-        d = replace(config.dataset, image_size=image_size or "stored")
-        return replace(config, dataset=d), replace(features, image_size=image_size)
+        return decided(config, {"dataset.image_size": image_size or "stored"}), replace(features, image_size=image_size)
 
     requested, stored = config.dataset.image_size, sized(None)
     size = _policy_size(policy_config)[0] if requested == "auto" else requested

@@ -17,7 +17,6 @@ from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
-from vla_finetuning.plan.datasets import Datasets
 from vla_finetuning.plan.episodes import exclusion
 from vla_finetuning.plan.resolve import Run
 
@@ -95,7 +94,7 @@ def _check_finite(batch: dict[str, np.ndarray], numbers: Sequence[str], meta: Da
             )
 
 
-def look_at_rows(run: Run, datasets: Datasets | None) -> list[str]:
+def look_at_rows(run: Run) -> list[str]:
     """Read a sample of each dataset of a run; return the plan's lines on what was read and will be skipped.
 
     Raises ValueError with the problem that would end the run, and the option that excludes its episodes.
@@ -117,9 +116,8 @@ def look_at_rows(run: Run, datasets: Datasets | None) -> list[str]:
             continue
         if len(bad_episodes) == look.episodes:
             raise ValueError(f"{example} (all {look.episodes} checked episodes have this or a similar fault)")
-        assert datasets is not None  # every run with rows has datasets
         raise ValueError(
             f"{example}. Of {len(episodes)} episodes {look.episodes} were checked, and {len(bad_episodes)} have "
-            f"this or a similar fault; to go on without them: {exclusion(config, datasets, {number: bad_episodes})}"
+            f"this or a similar fault; to go on without them: {exclusion(config, rows.members, {number: bad_episodes})}"
         )
     return lines

@@ -75,7 +75,7 @@ def _remedy(
             return "use another dataset: every episode needs such files"
         return f"choose cameras whose files are there: --dataset.camera_keys={shlex.quote(','.join(intact))}"
     incomplete = {number: files.episodes.tolist() for number, files in enumerate(missing) if files}
-    flag = exclusion(config, datasets, incomplete)
+    flag = exclusion(config, datasets.members, incomplete)
     if len(flag) > _MAX_FLAG:
         flag = f"--dataset.on_error=skip --dataset.max_skipped={min(1, np.ceil(share * 100) / 100):g}"
     count = sum(len(files.episodes) for files in missing)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vla_finetuning.buckets.mirror import address
+from vla_finetuning.options.fields import decided
 from vla_finetuning.options.job import JobOptions
 from vla_finetuning.options.mixture import robots
 from vla_finetuning.options.programs import Config, ValueConfig
-from vla_finetuning.options.recap import ValueDatasetOptions
 from vla_finetuning.plan.datasets import Datasets, find_datasets
 from vla_finetuning.plan.episodes import select
 from vla_finetuning.plan.missing_files import certain_cameras, check_files
@@ -42,7 +42,7 @@ def examine(config: JobOptions) -> Examined:
         print_safe(f"Resuming     {resumption(config.folder)}")
     if isinstance(config, ValueConfig):
         training, datasets = find_datasets(config.training())
-        return Examined(replace(config, dataset=ValueDatasetOptions(**vars(training.dataset))), datasets)
+        return Examined(decided(config, {"dataset.revision": training.dataset.revision}), datasets)
     if not isinstance(config, Config):
         return Examined(config)
     config, datasets = find_datasets(config)

@@ -8,11 +8,12 @@ from typing import Any
 
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.environment import FRAME_CACHE_GB, Timeouts, cache_gb
-from vla_finetuning.options.mixture import with_weights
+from vla_finetuning.options.fields import decided
+from vla_finetuning.options.mixture import Member
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan import demo
 from vla_finetuning.plan.base_policy import check_policy, find_base, overruled
-from vla_finetuning.plan.datasets import Datasets, find_datasets, listed_members
+from vla_finetuning.plan.datasets import Datasets, find_datasets
 from vla_finetuning.plan.episodes import choose, select
 from vla_finetuning.plan.matching import match_datasets, policy_data
 from vla_finetuning.plan.missing_files import check_files
@@ -77,7 +78,7 @@ def resolve(
     """
     if gpus_found is None:
         gpus_found = cluster.gpus_found(config.scaling, config.preset)
-    config = replace(config, scaling=config.scaling.decided(gpus_found))
+    config = decided(config, {"scaling.use_gpu": config.scaling.on_gpus(gpus_found)})
     if datasets is None:
         config, datasets = find_datasets(config)
 
@@ -92,10 +93,7 @@ def resolve(
     dropped = frames_dropped(config, base.config, matched.window_steps)
     chosen = select(config, datasets, dropped, matched.rename_map)
     skipped = check_files(config, datasets, chosen, matched.match.camera_keys)
-    if config.dataset.mixture:
-        mixture = with_weights(config.dataset.mixture, chosen.rows_per_dataset)
-        config = replace(config, dataset=replace(config.dataset, mixture=mixture))
-        datasets = replace(datasets, members=listed_members(config.dataset, datasets.roots))
+    datasets = replace(datasets, members=tuple(map(Member.weighted, datasets.members, chosen.rows_per_dataset)))
     frames = chosen.rows
     config, smaller = with_fitting_batch(config, frames)
     steps = config.resolve_steps(frames)

@@ -17,6 +17,7 @@ from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.shards import Sharding, epoch_ends
 from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, cache_gb
 from vla_finetuning.options.dataset import DatasetOptions
+from vla_finetuning.options.fields import decided
 from vla_finetuning.options.programs import PRESETS, Config
 from vla_finetuning.options.recap import LABEL_DROPOUT
 from vla_finetuning.plan.datasets import Datasets
@@ -99,6 +100,7 @@ def plan_rows(
         positive = PerFrame(labels)
     rows = Rows(
         metas=metas,
+        members=datasets.members,
         train_episodes=chosen.train,
         eval_episodes=chosen.held_out,
         selection=selection,
@@ -167,7 +169,8 @@ def with_fitting_batch(config: Config, rows: int) -> tuple[Config, list[str]]:
     """
     preset, notes = int(PRESETS["demo"]["batch_size"]), []
     if config.preset == "demo" and config.batch_size == preset and config.global_batch_size > rows:
-        config = replace(config, batch_size=max(1, rows * config.batch_size // config.global_batch_size))
+        batch_size = max(1, rows * config.batch_size // config.global_batch_size)
+        config = decided(config, {"batch_size": batch_size})
         notes = [
             f"--batch_size is {config.batch_size} instead of the preset's {preset}: there are {rows} training frames"
         ]
@@ -198,7 +201,7 @@ def _with_shard_rows(config: Config, block_rows: int) -> Config:
             f"--dataset.shards={d.shards} with --scaling.num_workers={workers}: shards are for nodes with equally many "
             "workers each; give the number of nodes that the workers run on"
         )
-    return replace(config, dataset=replace(d, shard_rows=workers // d.shards * block_rows))
+    return decided(config, {"dataset.shard_rows": workers // d.shards * block_rows})
 
 
 def _frame_cache(d: DatasetOptions, decoded_bytes: int, reads_again: bool) -> FrameCache | None:

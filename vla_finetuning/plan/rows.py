@@ -14,6 +14,7 @@ from vla_finetuning.data.metadata import DatasetMetadata, how_drawn
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.reader import Decoding, frame_spec
+from vla_finetuning.options.mixture import Member
 
 Columns = dict[str, np.ndarray]
 
@@ -45,6 +46,7 @@ class Rows:
     """The rows of a run. Pickled in flight to training workers."""
 
     metas: tuple[DatasetMetadata, ...]  # by `dataset_index`
+    members: tuple[Member, ...]  # options of each dataset, with its weight in the epoch
     train_episodes: tuple[np.ndarray, ...]  # int64 arrays per dataset
     eval_episodes: tuple[np.ndarray, ...]  # disjoint from `train_episodes`
     # Arguments of the training rows' datasource. The stream of `order` ends with the run's last row.
@@ -116,6 +118,7 @@ class Rows:
         return replace(
             self,
             metas=metas,
+            members=pick(self.members),
             train_episodes=pick(self.train_episodes),
             eval_episodes=pick(self.eval_episodes),
             selection=Selection(frame_ranges=pick(selection.frame_ranges or ()), weights=weights),

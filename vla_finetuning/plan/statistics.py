@@ -26,7 +26,7 @@ from vla_finetuning.data.relative_actions import ACTION, RelativeActions, relati
 from vla_finetuning.data.statistics import RANGES, Stats, check_stats, complete_stats
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.dataset import DatasetOptions
-from vla_finetuning.options.fields import did_you_mean
+from vla_finetuning.options.fields import decided, did_you_mean
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.mixture import AGGREGATED, check_ranges, join_stats, stats_in_row_order
 from vla_finetuning.plan.rows import Rows
@@ -53,13 +53,13 @@ def with_statistics(config: Config, rows: Rows, robots: Sequence[Robot]) -> tupl
     Robots get their statistics, or the names of the statistics to compute (`missing_stats`).
     """
     pairs = [(rows.select_datasets(robot.datasets), robot) for robot in robots]
-    decided = [_decide_robot(config, *pair) for pair in pairs]
-    modes = [mode for _, mode in decided]
+    results = [_decide_robot(config, *pair) for pair in pairs]
+    modes = [mode for _, mode in results]
     mode: Mode = "exact" if "exact" in modes else modes[0]
-    config = replace(config, dataset=replace(config.dataset, statistics=mode))
+    config = decided(config, {"dataset.statistics": mode})
     return config, tuple(
         result if robot_mode == mode else _decide_robot(config, *pair)[0]
-        for (result, robot_mode), pair in zip(decided, pairs, strict=True)
+        for (result, robot_mode), pair in zip(results, pairs, strict=True)
     )
 
 

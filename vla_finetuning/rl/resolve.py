@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lerobot.configs import FeatureType
@@ -20,6 +20,7 @@ from vla_finetuning.envs.configs import (
     longest_episode,
     task_makers,
 )
+from vla_finetuning.options.fields import decided
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.programs import GrpoConfig
@@ -166,7 +167,7 @@ def decision_bytes(env: EnvConfig, config: Any, sde: FlowSDE) -> int:
 
 def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     """Find and check the policy and the environment. Raises ValueError or FileNotFoundError, which name the remedy."""
-    config = with_absolute_paths(replace(config, scaling=config.scaling.decided(gpus_found)))
+    config = with_absolute_paths(decided(config, {"scaling.use_gpu": config.scaling.on_gpus(gpus_found)}))
     env = env_config(config.env_type or "", config.env_options)
     tasks = tuple(task_makers(env))
     states = reserve_last(initial_state_counts(env), config.grpo.reserved_states)
@@ -194,8 +195,8 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     cameras = tuple(key for key in policy_config.image_features if key in env_keys)
     prompts = family_of(policy_config).prompt_lengths(policy_config, len(cameras))
     steps = 1 if config.grpo.random_steps == "one" else config.grpo.flow_steps
-    decided = {name: value for name, value in asdict(config.grpo).items() if name not in FREE}
-    config = replace(config, policy_revision=base["revision"])
+    fixed = {name: value for name, value in asdict(config.grpo).items() if name not in FREE}
+    config = decided(config, {"policy_revision": base["revision"]})
     training = config.training()
     robot = Robot("", policy_config, FeatureMatch(cameras, (), {}), config.rename_map, opening=opening)
     policy = PolicySpec(
@@ -213,7 +214,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
         flops_by_prompt=flops_by_prompt(policy_config, len(cameras), config.train.mode, steps, prompts),
     )
     policy.processors()
-    identity = {"environment": config.env_type, "env_options": config.env_options, "seed": config.seed, **decided}
+    identity = {"environment": config.env_type, "env_options": config.env_options, "seed": config.seed, **fixed}
     demonstrations = None
     if config.grpo.demonstrations is not None:
         demonstrations = resolve_demonstrations(config, config.grpo.demonstrations)

@@ -17,8 +17,8 @@ from scipy.stats import mannwhitneyu, t
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.evaluation.intervals import CONFIDENCE
 from vla_finetuning.files import write_json
+from vla_finetuning.options.fields import decided, get_option
 from vla_finetuning.options.programs import ValueConfig
-from vla_finetuning.options.recap import ValueDatasetOptions
 from vla_finetuning.plan.datasets import Datasets, find_datasets, without_labels
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.episodes import choose
@@ -115,8 +115,7 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
     policy = replace(policy, value=spec, flops_by_prompt={}, parameters=_count(policy, spec))
     job = make_job(run.config, policy, run.job.steps, rows.identity)
     training = replace(run, policy=policy, rows=rows, job=job)
-    dataset, revision = ValueDatasetOptions(**vars(run.config.dataset)), run.config.policy_revision
-    config = replace(config, policy_revision=revision, dataset=dataset, scaling=run.config.scaling)
+    config = decided(config, {path: get_option(run.config, path) for path in run.config.given})
     return ValueRun(config, training, success, corrected, tasks, returns)
 
 

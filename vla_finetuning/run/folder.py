@@ -189,8 +189,7 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
         if not config.lease:
             print_safe("Lease        none (--lease=false): two processes with this --output_dir would destroy the run")
         for changed in changed_options(config):
-            is_trained = changed.startswith(NORMALISATION) and " was auto, " not in changed
-            if is_trained and latest_checkpoint(config.folder / CHECKPOINTS_NAME) is not None:
+            if changed.startswith(NORMALISATION) and latest_checkpoint(config.folder / CHECKPOINTS_NAME) is not None:
                 raise ValueError(f"--{changed}: a run keeps its statistics; give what it was, or another --output_dir")
             print_safe(f"Changed      {changed}")
         yield
@@ -319,7 +318,7 @@ def changed_options(config: JobOptions) -> list[str]:
         return []
     paths = {option.path for option in options_of(type(config))}
     was, now = (dict(leaves(options, paths)) for options in (json.loads(path.read_text()), config.to_json()))
-    changed = [name for name, value in now.items() if name not in PER_START and value != was.get(name)]
+    changed = [name for name, value in now.items() if name not in (*PER_START, "given") and value != was.get(name)]
     follows = "; the learning rate of the steps that are left changes with it"
     return [f"{name} was {was.get(name)}, is {now[name]}" + follows * (name in SCHEDULE) for name in changed]
 

@@ -43,7 +43,7 @@ POLICY_FILES = re.compile(
 # Options that are not published: paths on the user's machines, and private settings.
 PRIVATE = {
     *("root", "mixture", "cache_dir", "frame_cache", "feature_cache", "output_dir", "policy_path", "policy_options"),
-    *("labels", "episode_weights", "progress_path", "env_options", "track_project"),
+    *("labels", "episode_weights", "progress_path", "env_options", "track_project", "given"),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vla_finetuning.plan.datasets import Datasets
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.look import look_at_rows
 from vla_finetuning.plan.resolve import Run
@@ -14,13 +13,13 @@ from vla_finetuning.training.capacity import check_memory
 from vla_finetuning.training.chunks import describe_chunks
 
 
-def show_plan(run: Run, datasets: Datasets | None) -> Run:
+def show_plan(run: Run) -> Run:
     """Print the plan of a run, and return the run with the planned bytes of a worker's GPU.
 
     Raises ValueError or OSError for a problem that would end the run later, with its remedy.
     """
     print_safe_text(describe(run))
-    print_safe(*look_at_rows(run, datasets))
+    print_safe(*look_at_rows(run))
     run = replace(run, gpu_bytes=check_memory(run))
     for repo_id in run.repositories.values():
         make = not run.config.dry_run
