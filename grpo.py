@@ -75,15 +75,10 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
     return run_training(GRPO, argv, examined, resolve, plan)
 
 
-def resolve(examined: Examined, stack: contextlib.ExitStack) -> GrpoRun | None:
-    """Resolve the run; return None if a dry run would first have to train the demo's policy."""
+def resolve(examined: Examined, stack: contextlib.ExitStack) -> GrpoRun:
     config = examined.config
     if config.policy_path is None:
-        folder = imitated(stack, config.dry_run)
-        if folder is None:
-            print_safe("Imitation    has not run, and the plan depends on its policy: run without --dry_run")
-            return None
-        config = decided(config, {"policy_path": str(folder)})
+        config = decided(config, {"policy_path": str(imitated(stack, config.dry_run))})
     return resolve_grpo(config, cluster.gpus_found(config.scaling, config.preset))
 
 
@@ -128,16 +123,13 @@ def evaluate(run: GrpoRun) -> int:
         return 5
 
 
-def imitated(stack: contextlib.ExitStack, dry_run: bool) -> Path | None:
-    """Train the demo's policy on disobedient demonstrators with `vla.py`, unless it exists; return its folder.
-
-    Return None if a dry run would have to train it.
-    """
+def imitated(stack: contextlib.ExitStack, dry_run: bool) -> Path:
+    """Train the demo's policy on disobedient demonstrators with `vla.py`, unless it exists; return its folder."""
     root = prepare_disobedient(DEMO_CACHE)
     folder = root.with_name(f"{root.name}-policy")
     if policy_problem(folder / POLICY_DIR):
         if dry_run:
-            return None
+            raise ValueError("--dry_run: the plan depends on the demo's policy, which is not trained yet; leave it out")
         if not ray.is_initialized():
             stack.callback(ray.shutdown)
         cluster.connect()  # for `vla.main` and for this run

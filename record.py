@@ -29,7 +29,7 @@ from vla_finetuning.terminal import print_safe_text
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return the exit status: 0 done, 1 failed, 2 not started."""
-    return run_program(RECORD, argv, prepare)
+    return run_program(argv, prepare)
 
 
 def prepare(argv: list[str], stack: ExitStack) -> Work:

@@ -27,7 +27,7 @@ from vla_finetuning.terminal import print_safe
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until stopped. Return the exit status: 0 stopped, 1 the server failed, 2 it could not start."""
-    return run_program(SERVE, argv, prepare)
+    return run_program(argv, prepare)
 
 
 def prepare(argv: list[str], stack: ExitStack) -> Work:

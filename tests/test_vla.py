@@ -162,23 +162,6 @@ def test_nothing_in_a_runs_folder_is_pickled(finished):
 
 
 @pytest.mark.ray
-def test_a_second_run_does_not_touch_the_first(setting, finished, capsys):
-    before = sorted((p, p.stat().st_mtime_ns) for p in finished.rglob("*"))
-    assert vla.main(flags(setting, "finished")) == 2
-    assert "is not empty: --resume goes on with the run it holds" in capsys.readouterr().err
-    assert sorted((p, p.stat().st_mtime_ns) for p in finished.rglob("*")) == before
-
-
-@pytest.mark.ray
-def test_resuming_with_another_batch_or_other_data_is_refused(setting, finished, capsys):
-    """Seen by the workers, whose message must come out."""
-    assert vla.main([f"--output_dir={finished}", "--resume", "--batch_size=4"]) == 2
-    assert "a step has 16 rows, but the run was started with 8" in capsys.readouterr().err
-    assert vla.main([f"--output_dir={finished}", "--resume", "--seed=3"]) == 2
-    assert "seed: was 1000, is 3" in capsys.readouterr().err
-
-
-@pytest.mark.ray
 def test_a_cluster_that_is_too_small_is_said_and_not_waited_for(setting, finished, capsys):
     assert vla.main(flags(setting, "large", **{"scaling.num_workers": 6, "scaling.cpus_per_worker": 1})) == 1
     assert "needs 7 CPUs, 3 found" in capsys.readouterr().err

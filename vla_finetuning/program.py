@@ -15,7 +15,7 @@ from ray.train import TrainingFailedError
 
 from vla_finetuning.buckets.mirror import address
 from vla_finetuning.buckets.store import StorageError
-from vla_finetuning.options.command_line import Program, asks_for_help
+from vla_finetuning.options.command_line import Program
 from vla_finetuning.plan.preflight import Examined, examine
 from vla_finetuning.plan.record import record_run
 from vla_finetuning.plan.rows import Rows
@@ -26,15 +26,13 @@ from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import finish, own_folder, prepare_folder
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.push import push_all
-from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error, print_safe_text
+from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error
 
 # Joins or starts a cluster, works on it and returns the exit status.
 Work = Callable[[], int]
 
 
-def run_program(
-    program: Program, argv: Sequence[str] | None, prepare: Callable[[list[str], ExitStack], Work | None]
-) -> int:
+def run_program(argv: Sequence[str] | None, prepare: Callable[[list[str], ExitStack], Work | None]) -> int:
     """Run a program, and print errors as messages.
 
     `prepare` does all checks that need no Ray, and returns the work; None, as for a dry run, if there is none. Contexts
@@ -43,9 +41,6 @@ def run_program(
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     escape_warnings()
-    if asks_for_help(argv):
-        print_safe_text(program.help())
-        return 0
     try:
         with ExitStack() as stack:
             try:
@@ -83,13 +78,12 @@ def run_training[R: TrainingRun](
     program: Program,
     argv: Sequence[str] | None,
     examined: Examined | None,
-    resolve: Callable[[Examined, ExitStack], R | None],
+    resolve: Callable[[Examined, ExitStack], R],
     plan: Callable[[R], Work],
 ) -> int:
     """Run a program that trains: resolve the run, lock its folder, print its plan, work. Return the exit status.
 
-    `examined` is the result of `examine` for the same command line; None examines it here. `resolve` returns None if it
-    has already printed all of a dry run.
+    `examined` is the result of `examine` for the same command line; None examines it here.
     """
 
     def prepare(argv: list[str], stack: ExitStack) -> Work | None:
@@ -98,8 +92,6 @@ def run_training[R: TrainingRun](
             return None
         require_tracker(checked.config.track)
         run = resolve(checked, stack)
-        if run is None:
-            return None
         config, job = run.config, run.job
         stack.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
         work = plan(run)
@@ -109,7 +101,7 @@ def run_training[R: TrainingRun](
         stack.enter_context(track(job.output_dir, config.track, config.track_project))
         return work
 
-    return run_program(program, argv, prepare)
+    return run_program(argv, prepare)
 
 
 @contextlib.contextmanager

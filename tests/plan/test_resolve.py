@@ -193,23 +193,6 @@ def test_cameras_of_different_sizes_go_together_when_the_policy_fits_them(settin
         plan(setting, both, "--dataset.image_size=stored", root=False)
 
 
-def test_a_resumed_run_keeps_its_rows_and_their_order(started, large):
-    output_dir, _ = started
-    saved = json.loads((output_dir / CONFIG_NAME).read_text())
-    options = saved["dataset"] | {"root": str(large), "image_size": "stored", "shuffle_window": 64}
-    (output_dir / CONFIG_NAME).write_text(json.dumps({**saved, "dataset": options}))
-    run = resolve(parse_args(["--resume", f"--output_dir={output_dir}"]), gpus_found=0)
-    assert run.rows.identity["segment_rows"] == 2 and run.rows.identity["window_rows"] == 64
-    assert run.rows.image_size is None
-    # Asked for, the order would be another: refused where the checkpoint is compared.
-    asked = resolve(
-        parse_args(["--resume", f"--output_dir={output_dir}", "--dataset.shuffle_window=128"]), gpus_found=0
-    )
-    assert asked.rows.identity["window_rows"] == 128
-    with pytest.raises(ValueError, match="window_rows: was 64, is 128"):
-        check_resumable(replace(run.job.start, step=2, rows=8), asked.job.start)
-
-
 def test_a_policy_that_stretches_images_gets_them_as_they_are_stored(tmp_path):
     """EVO1's `image_resolution` is that of squares, and not of frames with black around."""
     cameras = {"observation.images.top": (96, 128)}
@@ -244,7 +227,7 @@ def rows_by_root(run):
 
 @pytest.mark.parametrize("power", [0.5, -1])
 def test_weights_by_a_power_of_the_frames(setting, second, tmp_path, power):
-    """Of training episodes; on the command line, in a file, and in the run's config.json as numbers."""
+    """Of training episodes; on the command line, and in a file."""
     _, root, _ = setting
     rule = {"power": power}
     run = plan(setting, mixture_flag({root: {**rule, "exclude_episodes": [0]}, second: rule}), root=False)
@@ -252,7 +235,6 @@ def test_weights_by_a_power_of_the_frames(setting, second, tmp_path, power):
     assert frames[1] == 12 and frames[0] == 54 - load_metadata(root).episode_length[0]
     shares = frames ** float(power) / (frames ** float(power)).sum() * frames.sum()
     assert np.abs(np.array(run.rows.identity["rows_per_source"]) - shares).max() < 1
-    assert [run.config.dataset.mixture[str(r)]["weight"] for r in (root, second)] == (frames ** float(power)).tolist()
     assert re.search(rf" {Path(root).name} +- +{frames[0]:g} +{frames[0] ** float(power):g} ", describe(run))
     mix = tmp_path / "mix.yaml"
     mix.write_text(f"power: {power}\nmembers:\n  - root: {root}\n    exclude_episodes: [0]\n  - root: {second}\n")
@@ -451,7 +433,7 @@ def resumed(output_dir, *flags):
     return resolve(parse_args(["--resume", f"--output_dir={output_dir}", *flags]), gpus_found=0)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "policy_preprocessor.json", "tokenizer/new.json"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer/new.json"])
 def test_a_run_that_is_resumed_opens_no_base_but_its_own(started, monkeypatch, file):
     """Whoever can write its config.json could name any folder there."""
     output_dir, base = started

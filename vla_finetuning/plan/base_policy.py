@@ -57,7 +57,7 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
     """Find the policy that a run starts from, and check the options that depend on its type.
 
     Returns:
-        The options with the policy's path, revision and training precision; the policy.
+        The options with the policy's revision and training precision; the policy.
     Raises:
         ValueError, OSError: as `resolve_policy`; the policy brings code that is not trusted, or its loss cannot skip
             rows.
@@ -71,7 +71,7 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
             f"{base.name}: --dataset.on_error=skip needs a loss that can leave rows out, as that of "
             f"{types_that(lambda family: family.row_losses)}; this is a '{policy_type}': use --dataset.on_error=stop"
         )
-    config = decided(config, {"policy_path": path, "policy_revision": base.identity["revision"]})
+    config = decided(config, {"policy_revision": base.identity["revision"]})
     train_by_options(base.config, config.train, base.folder)
     if config.train.precision == "auto" and family.in_float32 and not base.config.use_amp:
         config = decided(config, {"train.precision": "fp32"})  # as LeRobot trains it on GPUs, too

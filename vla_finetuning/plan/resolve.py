@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from vla_finetuning.data.selection import tasks_of
@@ -185,13 +184,8 @@ def make_job(
 
 def _policy_path(config: Config, datasets: Datasets) -> str | None:
     """Return --policy.path; make a tiny policy for a demo without one."""
-    demos = Path(absolute(demo.DEMO_CACHE))
-    # A resumed demo names the policy that was made for it; make it again if the cache was deleted.
-    is_made = config.preset == "demo" and Path(config.policy_path or "").parent == demos
-    if config.policy_path and not (is_made and not Path(config.policy_path).is_dir()):
+    if config.preset != "demo" or config.policy_path or config.policy_type:
         return config.policy_path
-    if config.preset != "demo" or config.policy_type:
-        return None
     data = policy_data(config, datasets, [episodes for episodes, _ in choose(config, datasets)])
     labelled = config.recap.labels is not None
     words = config.train.spare_words
