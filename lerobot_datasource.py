@@ -33,10 +33,10 @@ from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.disk_cache import FrameCache
 from vla_finetuning.data.features import check_image_size, common_features, resolve_delta_indices
 from vla_finetuning.data.metadata import check_readable, key_frame_rows, load_metadata
-from vla_finetuning.data.options import WINDOW_SEGMENTS, Features, Order, Reading, Selection
+from vla_finetuning.data.options import WINDOW_SEGMENTS, Features, FrameRanges, Order, Reading, Selection
 from vla_finetuning.data.plan import StreamPlan, at_blocks, window_and_segment
-from vla_finetuning.data.read_tasks import ReadFunction, locate_episodes, reads_per_task
-from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_spec
+from vla_finetuning.data.read_tasks import ReadFunction, planned_episodes, reads_per_task
+from vla_finetuning.data.reader import ReadOptions, for_read_tasks, frame_spec
 from vla_finetuning.data.rows import IS_PAD, ReadContext, column_to_numpy, read_rows, row_dtype
 from vla_finetuning.data.selection import of_each
 from vla_finetuning.data.shards import Plan, ShardedPlan
@@ -78,8 +78,8 @@ class LeRobotDatasource(Datasource):
         self._skips = reading.on_error == "skip"  # rows that cannot be read are blank
         self._projection_map: dict[str, str] | None = None
         self.metas = tuple(metas)
-        frame_ranges = selection.frame_ranges
-        episodes = selection.episodes if frame_ranges is None else [ranges.episodes for ranges in frame_ranges]
+        ranges = selection.frame_ranges
+        episodes = selection.episodes if ranges is None else [r.episodes for r in ranges]
         # One of several datasets may have no episodes, unless a mixture needs rows of each.
         may_be_empty = len(self.metas) > 1 and selection.weights is None
         selected = [
@@ -118,7 +118,9 @@ class LeRobotDatasource(Datasource):
         window, segment = window_and_segment(
             order.shuffle_window, READ_BYTES // self.row_bytes(), SEGMENT_ROWS, segments, cut_at
         )
-        located, weight = locate_episodes(self.metas, selected, self._features, selection)
+        if ranges is None:
+            ranges = [FrameRanges.whole(*both) for both in zip(self.metas, selected, strict=True)]
+        planned, weight = planned_episodes(self.metas, ranges)
         plan = partial(
             StreamPlan,
             segment_rows=segment if order.shuffle_seed is not None else max(window, SEGMENT_ROWS),
@@ -130,10 +132,10 @@ class LeRobotDatasource(Datasource):
         self.shards = 1 if order.sharding is None else order.sharding.count
         self.plan: Plan
         if order.sharding is None:
-            self.plan = plan(located, seed=order.shuffle_seed, episode_weights=weight)
+            self.plan = plan(planned, seed=order.shuffle_seed, episode_weights=weight)
         else:
             roots = [meta.root for meta in self.metas]
-            self.plan = ShardedPlan(located, weight, order.sharding, cut_at, roots, seed=order.shuffle_seed, plan=plan)
+            self.plan = ShardedPlan(planned, weight, order.sharding, cut_at, roots, seed=order.shuffle_seed, plan=plan)
         self._stream = order.stream or (0, self.plan.rows_per_epoch)
         self._window, self._prescribed_rows = window, order.block_rows
         self.block_rows = self.block()
@@ -242,14 +244,14 @@ class LeRobotDatasource(Datasource):
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
     ) -> list[ReadTask]:
-        """Return the read tasks of an execution, after putting their shared context into the object store.
+        """Return the read tasks of an execution; their shared context is put into the object store once.
 
         `parallelism` is ignored: memory and windows decide the number of tasks, or `num_tasks`.
         """
         first, last = self.execution(getattr(data_context, "_execution_idx", 0))
         share = None if data_context is None else data_context.get_config(SHARE)
         runs = np.array([[first, last]]) if share is None else share.runs(first, last, self.block_rows)
-        options, context = self._options(self.block()), self._put_context(runs, (first, last, share))
+        options, context = self._options(self.block()), self._put_context()
         tasks = []
         for reads in self._reads_of_tasks(runs, first, last, shared=share is not None):
             if per_task_row_limit is not None and share is None:
@@ -261,17 +263,16 @@ class LeRobotDatasource(Datasource):
             tasks.append(ReadTask(function, metadata, per_task_row_limit=per_task_row_limit))
         return tasks
 
-    def _put_context(self, runs: np.ndarray, name: Any) -> Any:
-        """Return the ObjectRef of the context for tasks that read runs of stream positions."""
-        key = ray.get_runtime_context().get_node_id(), name, self.columns()
+    def _put_context(self) -> Any:
+        """Return the ObjectRef of the context of read tasks, on this node."""
+        key = ray.get_runtime_context().get_node_id(), self.columns()
         if self._stored_context is None or self._stored_context[0] != key:
-            context = self._context()
-            self._stored_context = key, ray.put(replace(context, plan=context.plan.with_segments(runs)))
+            self._stored_context = key, ray.put(self._context())
         return self._stored_context[1]
 
     def _context(self) -> ReadContext:
-        readers = [DatasetFiles.from_metadata(meta, self.columns()) for meta in self.metas]
-        return ReadContext(self.plan, readers, self._reading.prepare)
+        metas = [for_read_tasks(meta, self.columns()) for meta in self.metas]
+        return ReadContext(self.plan, metas, self._reading.prepare)
 
     def _task_rows(self, first: int, last: int) -> int:
         """Estimate the rows of a read task in an execution of stream positions [first, last)."""

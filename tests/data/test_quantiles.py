@@ -249,8 +249,8 @@ def test_a_sample_is_a_few_episodes_of_a_few_files(root, second, monkeypatch):
     assert read == meta.num_episodes
     np.testing.assert_array_equal(rows["action"], rows_of(meta, "action", order))
     opened = []
-    real = statistics.read_groups
-    monkeypatch.setattr(statistics, "read_groups", lambda *args: opened.append(args[2]) or real(*args))
+    real = statistics.read_numbers
+    monkeypatch.setattr(statistics, "read_numbers", lambda *args: opened.append(args[2]) or real(*args))
     monkeypatch.setattr(quantiles, "SAMPLE_FILES", 2)
     monkeypatch.setattr(quantiles, "SAMPLE_FILE_EPISODES", 1)
     rows, read = sample_rows(meta, np.arange(1, 6), ["action"])

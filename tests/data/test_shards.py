@@ -38,8 +38,6 @@ def test_every_row_of_every_epoch_once_and_from_anywhere(lengths, shards, turn, 
         assert {e for e, _, _ in mine} == {epoch} and sorted(i for _, _, i in mine) == list(range(n))
     for cut in (7, 50):
         assert [row for a in range(0, 3 * n, cut) for row in read(plan, a, min(a + cut, 3 * n))] == rows
-    a, b = n // 3, 2 * n + 1
-    assert read(plan.with_segments(np.array([[a, b]])), a, b) == rows[a:b]
 
 
 def test_of_weighted_episodes_and_of_a_mixture_every_row_as_often_as_is_told():
@@ -100,10 +98,6 @@ def test_turns_are_of_a_shard_each_but_for_the_ends_of_epochs(turn):
     starts = plan.window_starts(turn, 6000)  # of shard 1
     own = np.cumsum(whose == 1)
     assert set(own[starts[:-20] - 1] % 10) == {0}
-    runs = np.arange(turn, 3000, 4 * turn)[:, None] + [0, turn]
-    at_hand = plan.with_segments(runs)
-    assert [len(of_shard._sources[0]._precut) for of_shard in at_hand._shards] == [0, 1, 0, 0]
-    assert read(at_hand, 0, 3000) == read(plan, 0, 3000)
 
 
 @pytest.mark.parametrize("block", [6, 12, 24])

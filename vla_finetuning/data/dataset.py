@@ -37,6 +37,8 @@ class Feature:
     counted: bool = False  # one of `COUNTED_FEATURES` that the files lack
     texts: Mapping[int, str] = field(default_factory=dict)  # for features that store texts by number
     style: str = ""  # of annotations; a row has the text of this style that is active at its time
+    # Of a depth video in a read task: millimetres by 12-bit code (`decode.depth_table`).
+    depth_mm: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def columns(self) -> tuple[Feature, ...]:
@@ -132,6 +134,21 @@ class DatasetMetadata:
     @property
     def text_keys(self) -> list[str]:
         return [key for key, feature in self.features.items() if feature.dtype == "string"]
+
+    @property
+    def cache_name(self) -> str:
+        """Return an identifier of the dataset, unique among the datasets in this node's caches."""
+        return f"{''.join(self.fs.protocol)}\0{self.base}"
+
+    def path(self, relative: str) -> str:
+        return f"{self.base}/{relative}"
+
+    def camera_file(self, key: str, episode: int) -> tuple[str, float]:
+        """Return the file of a camera, and the episode's start in it: seconds of a video, rows of a data file."""
+        if key in self.video_files:
+            file = self.video_files[key][self.episode_video_file[key][episode]]
+            return file, float(self.episode_video_start_s[key][episode])
+        return self.data_files[self.episode_data_file[episode]], float(self.episode_data_row[episode])
 
     @property
     def without_actions(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from vla_finetuning.data.dataset import DatasetMetadata
 from vla_finetuning.data.disk_cache import CacheFolder, Key, short_hash
-from vla_finetuning.data.reader import DatasetFiles, Decoding
+from vla_finetuning.data.reader import Decoding, for_read_tasks
 from vla_finetuning.data.storage import file_identity
 from vla_finetuning.data.videos import frame_cache_key
 
@@ -51,8 +51,7 @@ class FeatureStore:
         made_by: str,
     ):
         self._cache = cache.open()
-        self._metas = tuple(metas)
-        self._readers = [DatasetFiles.from_metadata(meta, set(cameras.values())) for meta in metas]
+        self._metas = [for_read_tasks(meta, set(cameras.values())) for meta in metas]
         self._cameras, self._decoding, self._made_by = dict(cameras), decoding, made_by
         self.shapes, self.dtype = dict(shapes), dtype
         self._contents: dict[tuple[str, int, int], tuple[str, str, str] | None] = {}
@@ -65,7 +64,7 @@ class FeatureStore:
         features = np.empty((len(index), *self.shapes[camera]), self.dtype)
         present = np.zeros(len(index), bool)
         for dataset in np.unique(dataset_index).tolist():
-            if self._cameras[camera] not in self._readers[dataset].features:
+            if self._cameras[camera] not in self._metas[dataset].features:
                 features[dataset_index == dataset], present[dataset_index == dataset] = 0, True
         for path, rows, keys in self._records(camera, dataset_index, index):
             present[rows] = self._cache.read_records(path, keys, [features[row] for row in rows])
@@ -82,7 +81,7 @@ class FeatureStore:
     ) -> Iterator[tuple[Path, list[int], list[Key]]]:
         """Yield the records of each episode: file, positions of its rows in `index`, keys."""
         for dataset in np.unique(dataset_index).tolist():
-            if self._cameras[camera] not in self._readers[dataset].features:
+            if self._cameras[camera] not in self._metas[dataset].features:
                 continue
             rows = np.flatnonzero(dataset_index == dataset)
             start = self._metas[dataset].episode_start
@@ -99,15 +98,15 @@ class FeatureStore:
         """Return the arguments of `DiskCache.content` for an episode; None if a file's content has no identity."""
         place = camera, dataset, episode
         if place not in self._contents:
-            meta, reader, key = self._metas[dataset], self._readers[dataset], self._cameras[camera]
-            files = [reader.data_files[meta.episode_data_file[episode]]]
+            meta, key = self._metas[dataset], self._cameras[camera]
+            files = [meta.data_files[meta.episode_data_file[episode]]]
             numbers = [meta.episode_start[episode], meta.episode_length[episode], meta.episode_data_row[episode]]
             if key in meta.episode_video_file:
-                files.append(reader.video_files[key][meta.episode_video_file[key][episode]])
+                files.append(meta.video_files[key][meta.episode_video_file[key][episode]])
                 numbers.append(meta.episode_video_start_s[key][episode])
-            paths = [reader.path(file) for file in files]
-            identities = [file_identity(reader.fs, path) for path in paths]
-            frames, file = frame_cache_key(reader, key, "\0".join(paths), self._decoding)
+            paths = [meta.path(file) for file in files]
+            identities = [file_identity(meta.fs, path) for path in paths]
+            frames, file = frame_cache_key(meta, key, "\0".join(paths), self._decoding)
             computation = f"{frames}\0{self._made_by}\0{self.shapes[camera]}\0{self.dtype}"
             identity = "\0".join(map(str, [*identities, *(number.item() for number in numbers)]))
             # Hashes save memory: there is one entry per episode and camera.

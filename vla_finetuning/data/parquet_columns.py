@@ -21,7 +21,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import DTypeLike
 
-from vla_finetuning.data.dataset import Feature
 from vla_finetuning.data.disk_cache import DiskCache, images_cache, numbers_cache
 from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.safe_parquet import Budget, OpenedParquet, open_parquet, read_columns
@@ -63,46 +62,18 @@ class Span:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers: its name in the file, and dtype and shape of a row."""
+    """A column of numbers: its name in the file, and dtype (None for the stored one) and shape of a row."""
 
     key: str
-    dtype: np.dtype
+    dtype: np.dtype | None
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Row groups joined to one table; row `row` of the file is row `at(row)` of the table.
-
-    `file_row` and `table_row` are the first rows of the groups in the file and in the table, int64 (G,), ascending.
-    """
-
-    table: pa.Table
-    file_row: np.ndarray
-    table_row: np.ndarray
-
-    def at(self, row: int) -> int:
-        group = int(np.searchsorted(self.file_row, row, "right")) - 1
-        return int(self.table_row[group]) + row - int(self.file_row[group])
-
-    def numbers(self, c: Column | Feature, dtype: DTypeLike | None, file: str) -> Callable[[Span], np.ndarray]:
-        """Return a function that returns a span's rows of a column as `numbers`; other rows may be damaged."""
-        column = self.table.column(c.key)
-
-        def of_span(span: Span) -> np.ndarray:
-            rows = column.slice(self.at(span.first), len(span))
-            return numbers(rows, dtype, c.shape, f"{file}: {span.name}: column {c.key}")
-
-        with contextlib.suppress(ValueError):
-            whole = numbers(column, dtype, c.shape, file)
-            return lambda span: whole[self.at(span.first) :][: len(span)]
-        return of_span
-
-
-def read_groups(file: DataFile, columns: Collection[str], spans: Sequence[Span] | None) -> Groups:
+def read_groups(file: DataFile, columns: Collection[str], spans: Sequence[Span] | None) -> tuple[pa.Table, np.ndarray]:
     """Read columns of the row groups that hold the spans, or of all row groups if `spans` is None.
 
-    Raises ValueError for missing columns or rows, or more bytes than MAX_DATA_BYTES, and as `open_parquet`.
+    Return the row groups joined to one table, and the row in it at which each span begins, int64 (S,). Raises
+    ValueError for missing columns or rows, or more bytes than MAX_DATA_BYTES, and as `open_parquet`.
     """
     with file.open() as parquet:
         missing = [column for column in columns if column not in parquet.schema_arrow.names]
@@ -122,8 +93,9 @@ def read_groups(file: DataFile, columns: Collection[str], spans: Sequence[Span] 
         groups = np.flatnonzero(selected)
         budget = Budget("row groups", MAX_DATA_BYTES)
         table = read_columns(parquet, columns, budget, groups=groups.tolist())
+        first_rows = np.array([span.first for span in spans or ()], np.int64)
         skipped = np.concatenate([[0], np.cumsum(np.where(selected, 0, sizes))])
-        return Groups(table, group_first[groups], group_first[groups] - skipped[groups])
+        return table, first_rows - skipped[np.searchsorted(group_first, first_rows, "right") - 1]
 
 
 def read_values(file: DataFile, key: str, rows: np.ndarray) -> Iterator[tuple[np.ndarray, pa.ChunkedArray]]:
@@ -132,8 +104,8 @@ def read_values(file: DataFile, key: str, rows: np.ndarray) -> Iterator[tuple[np
     Each is a tuple of positions in `rows`, int64 (n,), and the values there. Raises ValueError as `read_groups`.
     """
     for group, inside in groups_with(file, rows):
-        contents = read_groups(file, [key], [group])
-        yield inside, contents.table.column(key).take(pa.array(rows[inside] - group.first))
+        table, _ = read_groups(file, [key], [group])
+        yield inside, table.column(key).take(pa.array(rows[inside] - group.first))
 
 
 def groups_with(file: DataFile, rows: np.ndarray) -> Iterator[tuple[Span, np.ndarray]]:
@@ -209,23 +181,37 @@ def _copied(
 def read_numbers(file: DataFile, columns: Sequence[Column], spans: Sequence[Span]) -> list[np.ndarray]:
     """Read the rows of the spans, concatenated: one array (N, *shape) per column, or (N,) for shape (1,).
 
-    Raises ValueError as `read_groups` and `numbers`, when the rows are unpacked for the first time.
+    Columns of a file with an identity state their dtype. Raises ValueError as `read_groups` and `numbers`, when the
+    rows are unpacked for the first time.
     """
     keys = list(dict.fromkeys(column.key for column in columns))
 
     def whole() -> pa.RecordBatch:
-        table = read_groups(file, keys, None).table
+        table, _ = read_groups(file, keys, None)
         return _to_arrow([numbers(table.column(c.key), c.dtype, c.shape, c.key) for c in columns])
 
-    kinds = [(c.key, c.dtype.str, c.shape) for c in columns]
     # The error may concern rows outside the spans: read only their row groups then.
     with contextlib.suppress(ValueError):
-        copy = _copied(numbers_cache(), file, repr(kinds), "numbers", whole)
+        copy = _copied(numbers_cache(), file, repr(list(columns)), "numbers", whole)
         if copy is not None and all(span.last <= len(copy) for span in spans):
             arrays = [_from_arrow(copy.column(i), c) for i, c in enumerate(columns)]
             return [np.concatenate([array[span.first : span.last] for span in spans]) for array in arrays]
-    groups = read_groups(file, keys, spans)
-    return [np.concatenate([*map(groups.numbers(c, c.dtype, file.name), spans)]) for c in columns]
+    table, begins = read_groups(file, keys, spans)
+    return [_numbers_of_spans(table.column(c.key), c, spans, begins.tolist(), file.name) for c in columns]
+
+
+def _numbers_of_spans(
+    column: pa.ChunkedArray, c: Column, spans: Sequence[Span], begins: Sequence[int], file: str
+) -> np.ndarray:
+    """Return the rows of spans that begin at rows `begins` of `column` as `numbers`; errors name the span."""
+    parts = [column.slice(begin, len(span)) for begin, span in zip(begins, spans, strict=True)]
+    chunks = [chunk for part in parts for chunk in part.chunks]
+    try:
+        return numbers(pa.chunked_array(chunks, column.type), c.dtype, c.shape, file)
+    except ValueError:
+        for part, span in zip(parts, spans, strict=True):
+            numbers(part, c.dtype, c.shape, f"{file}: {span.name}: column {c.key}")
+        raise
 
 
 def _to_arrow(arrays: Sequence[np.ndarray]) -> pa.RecordBatch:
@@ -303,7 +289,7 @@ def read_images(file: DataFile, key: str, rows: np.ndarray) -> Iterator[tuple[in
     for group, inside in groups_with(file, rows):
 
         def unpack(fs: fsspec.AbstractFileSystem, group: Span = group) -> pa.RecordBatch:
-            table = read_groups(replace(file, fs=fs), [key], [group]).table
+            table, _ = read_groups(replace(file, fs=fs), [key], [group])
             forms = _stored_forms(table.column(key).combine_chunks(), f"{file.name}: {key}")
             return pa.record_batch(list(forms), names=["bytes", "path"])
 

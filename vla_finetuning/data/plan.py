@@ -27,12 +27,11 @@ The module does not import Ray and does not read files.
 from __future__ import annotations
 
 import bisect
-import copy
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -40,8 +39,6 @@ from vla_finetuning.data.shares import Interleaver, Repetitions, apportion, fair
 
 # Maximum number of segments in memory, over all sources: 32 bytes each, 96 while they are cut, in 0.3 s.
 PART_SEGMENTS = 2**21
-# Maximum number of parts of a source that the driver cuts for all tasks. Of more parts, each task cuts its own.
-MAX_PRECUT_PARTS = 2
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Episodes:
         """Return the entries at `at`, anything that indexes an array."""
         return Episodes(self.dataset_index[at], self.episode_index[at], self.start[at], self.length[at])
 
-    def cut(self, first: np.ndarray, length: np.ndarray) -> Self:
+    def cut(self, first: np.ndarray, length: np.ndarray) -> Episodes:
         """Return ranges of the entries: `length` frames, int64 (E,), from `first` frames after `start`."""
         return replace(self, start=self.start + first, length=length)
 
@@ -239,18 +236,6 @@ class StreamPlan:
         before = self._interleaver.before(offset)
         return [epoch * n + rows for n, rows in zip(self._interleaver.counts, before, strict=True)]
 
-    def with_segments(self, runs: np.ndarray) -> StreamPlan:
-        """Return a copy that holds the segments of `runs` of stream positions, int64 (N, 2), and pickles them.
-
-        A source with more than `MAX_PRECUT_PARTS` parts in `runs` holds none, and cuts each part on demand.
-        """
-        if not len(runs):
-            return self
-        positions = zip(self._sources, self._split(int(runs[0, 0])), self._split(int(runs[-1, 1])), strict=True)
-        plan = copy.copy(self)
-        plan._sources = [source.with_segments(a, b) for source, a, b in positions]
-        return plan
-
     def window_starts(self, first: int, last: int) -> np.ndarray:
         """Return approximate starts of windows after `first` and before `last`, int64 (N,), for read boundaries."""
         return np.arange((first // self.window_rows + 1) * self.window_rows, last, self.window_rows, dtype=np.int64)
@@ -313,7 +298,6 @@ class _Source:
         self.parts_of_epoch = 1
         self.later_source: _Source | None = None
         self._cached: tuple[tuple[int, int], Segments] | None = None
-        self._precut: dict[tuple[int, int], Segments] = {}
         self._bounds: tuple[int, np.ndarray] | None = None
         self._last_epoch = (0, 0, 0)  # the last result of epoch_at: number, begin, end
 
@@ -323,18 +307,6 @@ class _Source:
     def split_epochs(self, max_segments: int) -> None:
         """Cut each epoch in parts of about `max_segments` segments; stored order stays whole."""
         self.parts_of_epoch = 1 if self._key is None else -(-self.segments // max_segments)
-
-    def with_segments(self, first: int, last: int) -> _Source:
-        """Return a copy that holds the segments of positions [first, last) of the source's stream, if few."""
-        places: list[tuple[int, int]] = []
-        while first < last and len(places) <= MAX_PRECUT_PARTS:
-            epoch, part, _, end = self._part_at(first)
-            places.append((epoch, part))
-            first = end
-        source = copy.copy(self)
-        if len(places) <= MAX_PRECUT_PARTS:
-            source._precut = {place: self.cutter(place[0])._cut_and_permute(*place) for place in dict.fromkeys(places)}
-        return source
 
     def cutter(self, epoch: int) -> _Source:
         """Return the source that cuts and permutes an epoch: this one, or `later_source`."""
@@ -398,8 +370,6 @@ class _Source:
             first += until - offset
 
     def _segments_of(self, epoch: int, part: int) -> Segments:
-        if (epoch, part) in self._precut:
-            return self._precut[epoch, part]
         if self._cached is None or self._cached[0] != (epoch, part):
             self._cached = None  # free memory first
             self._cached = ((epoch, part), self.cutter(epoch)._cut_and_permute(epoch, part))

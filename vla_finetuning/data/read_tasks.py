@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,10 @@ import pyarrow as pa
 import ray
 
 from vla_finetuning.data.dataset import DatasetMetadata
-from vla_finetuning.data.options import Selection
+from vla_finetuning.data.options import FrameRanges
+from vla_finetuning.data.plan import Episodes
 from vla_finetuning.data.reader import ReadOptions
-from vla_finetuning.data.rows import LocatedEpisodes, ReadContext, read_rows
+from vla_finetuning.data.rows import ReadContext, read_rows
 
 # Maximum number of windows that a read task decodes.
 MAX_READS_PER_TASK = 4
@@ -38,53 +39,30 @@ class BlockShare:
         return starts[:, None] + np.array([self.first, self.last]) * block_rows
 
 
-def locate_episodes(
-    metas: Sequence[DatasetMetadata],
-    selected: Sequence[np.ndarray],
-    features: Collection[str],
-    selection: Selection,
-) -> tuple[LocatedEpisodes, np.ndarray | None]:
-    """Return the selected episodes of all datasets with their file locations, and how often each occurs per epoch.
+def planned_episodes(
+    metas: Sequence[DatasetMetadata], frame_ranges: Sequence[FrameRanges]
+) -> tuple[Episodes, np.ndarray | None]:
+    """Return the P frame ranges of all datasets as entries of a plan, and how often each occurs per epoch.
 
-    Where a dataset has no video of a camera, its episodes have file -1. The P entries' weights are float64 (P,), or
-    None for once per epoch.
+    The weights are float64 (P,), or None for once per epoch.
     """
-    videos = [key for key in features if any(key in meta.video_files for meta in metas)]
-
-    def concatenate(columns: Iterable[np.ndarray | None]) -> np.ndarray:
-        pairs = zip(columns, selected, strict=True)
-        return np.concatenate([np.full(len(c), -1) if column is None else column[c] for column, c in pairs])
-
-    start, frames = concatenate(m.episode_start for m in metas), concatenate(m.episode_length for m in metas)
-    episodes = LocatedEpisodes(
-        dataset_index=np.repeat(np.arange(len(metas), dtype=np.int32), [len(chosen) for chosen in selected]),
-        episode_index=np.concatenate(selected),
-        start=start,
-        length=frames,
-        first_index=start,
-        frames=frames,
-        data_file=concatenate(m.episode_data_file for m in metas),
-        data_row=concatenate(m.episode_data_row for m in metas),
-        video_file={key: concatenate(m.episode_video_file.get(key) for m in metas) for key in videos},
-        video_start_s={key: concatenate(m.episode_video_start_s.get(key) for m in metas) for key in videos},
+    both = list(zip(metas, frame_ranges, strict=True))
+    episodes = Episodes(
+        dataset_index=np.repeat(np.arange(len(metas), dtype=np.int32), [len(r.episode) for r in frame_ranges]),
+        episode_index=np.concatenate([r.episode for r in frame_ranges]),
+        start=np.concatenate([meta.episode_start[r.episode] + r.first for meta, r in both]),
+        length=np.concatenate([r.frames for r in frame_ranges]),
     )
-    frame_ranges = selection.frame_ranges
-    if frame_ranges is None:
-        return episodes, None
-    before = np.cumsum([0, *map(len, selected)])
-    entry = [b + np.searchsorted(s, r.episode) for b, s, r in zip(before, selected, frame_ranges, strict=False)]
-    first = np.concatenate([r.first for r in frame_ranges])
-    stretches = episodes.take(np.concatenate(entry)).cut(first, np.concatenate([r.frames for r in frame_ranges]))
     if all(r.weight is None for r in frame_ranges):
-        return stretches, None
-    return stretches, np.concatenate([np.ones(len(r.episode)) if r.weight is None else r.weight for r in frame_ranges])
+        return episodes, None
+    return episodes, np.concatenate([np.ones(len(r.episode)) if r.weight is None else r.weight for r in frame_ranges])
 
 
 _context_by_id: dict[str, ReadContext] = {}
 
 
 def _get_context(context: Any) -> ReadContext:
-    """Return a context, fetched once in a process, so that the next task finds the parts that its plan has cut."""
+    """Return a context, fetched once in a process, whose plan caches the part of an epoch that it cuts."""
     if not isinstance(context, ray.ObjectRef):
         return context
     if context.hex() not in _context_by_id:

@@ -3,53 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from vla_finetuning.data.dataset import CAMERA_DTYPES, DatasetMetadata, Feature
+from vla_finetuning.data.dataset import DatasetMetadata, Feature
 from vla_finetuning.data.decode import depth_table
 from vla_finetuning.data.disk_cache import FrameCache
 
 
-@dataclass(frozen=True)
-class DatasetFiles:
-    """The files and features of a dataset, shared by all read tasks through the object store. Holds no episodes."""
-
-    root: str
-    fs: Any
-    base: str
-    fps: int
-    features: dict[str, Feature]
-    tasks: dict[int, str]
-    data_files: tuple[str, ...]
-    video_files: dict[str, tuple[str, ...]]
-    depth_mm: dict[str, np.ndarray]  # by depth camera: millimetres by 12-bit code
-
-    @classmethod
-    def from_metadata(cls, meta: DatasetMetadata, columns: Collection[str] | None = None) -> DatasetFiles:
-        """Return the files of `meta`. `columns`: features to be read; None for all."""
-        depth_mm = {
-            key: depth_table(feature.info, name=f"{meta.root}: camera {key}")
-            for key, feature in meta.features.items()
-            if feature.is_depth and feature.dtype == "video" and (columns is None or key in columns)
-        }
-        shared = ("root", "fs", "base", "fps", "features", "tasks", "data_files", "video_files")
-        return cls(**{name: getattr(meta, name) for name in shared}, depth_mm=depth_mm)
-
-    @property
-    def dataset(self) -> str:
-        """Return an identifier of the dataset, unique among the datasets in this node's caches."""
-        return f"{''.join(self.fs.protocol)}\0{self.base}"
-
-    @property
-    def camera_keys(self) -> list[str]:
-        return [key for key, feature in self.features.items() if feature.dtype in CAMERA_DTYPES]
-
-    def path(self, relative: str) -> str:
-        return f"{self.base}/{relative}"
+def for_read_tasks(meta: DatasetMetadata, columns: Collection[str]) -> DatasetMetadata:
+    """Return the metadata that read tasks share, with the depths of the depth videos among `columns`."""
+    features = {
+        key: replace(feature, depth_mm=depth_table(feature.info, name=f"{meta.root}: camera {key}"))
+        if feature.is_depth and feature.dtype == "video" and key in columns
+        else feature
+        for key, feature in meta.features.items()
+    }
+    return replace(meta, features=features, stats={}, episode_tasks=[], broken={}, not_read=())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,9 @@ from ray.data.extensions import ArrowTensorArray
 from vla_finetuning.buckets.mirror import file_of_process, push
 from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.columns import IS_SKIPPED
-from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, Feature, naming_file
+from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMetadata, Feature, naming_file
 from vla_finetuning.data.parquet_columns import Column, DataFile, Span, numbers, read_numbers, read_values
-from vla_finetuning.data.plan import Episodes
-from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_spec
+from vla_finetuning.data.reader import ReadOptions, frame_spec
 from vla_finetuning.data.reused_memory import copy_reusing, empty
 from vla_finetuning.data.shards import Plan
 from vla_finetuning.data.storage import check_still_there, file_identity
@@ -42,67 +41,21 @@ BOOKKEEPING = {name: np.int64 for name in ("index", "episode_index", "frame_inde
 
 
 @dataclass(frozen=True)
-class LocatedEpisodes(Episodes):
-    """`Episodes` with their file locations. Files are indices into the lists of the dataset's `DatasetFiles`."""
-
-    first_index: np.ndarray  # `index` of the first frame of the whole episode, int64 (E,)
-    frames: np.ndarray  # frames of the whole episode, int64 (E,)
-    data_file: np.ndarray  # int32 (E,)
-    data_row: np.ndarray  # row of the first frame in the data file, int64 (E,)
-    video_file: dict[str, np.ndarray]  # by camera, integers (E,); -1 without a video
-    video_start_s: dict[str, np.ndarray]  # by camera, where the episode starts in its video, seconds, float64 (E,)
-
-    def take(self, at: Any) -> LocatedEpisodes:
-        selected: dict[str, Any] = {
-            name: {key: array[at] for key, array in column.items()} if isinstance(column, dict) else column[at]
-            for name, column in vars(self).items()
-        }
-        return LocatedEpisodes(**selected)
-
-    def episode(
-        self, number: int, readers: Sequence[DatasetFiles], position: np.ndarray, index: np.ndarray
-    ) -> _Episode:
-        """Return entry `number` with its rows: `position` in a read's output, `index` in the dataset."""
-        reader = readers[self.dataset_index[number]]
-        return _Episode(
-            reader=reader,
-            dataset_index=int(self.dataset_index[number]),
-            episode_index=int(self.episode_index[number]),
-            start=int(self.first_index[number]),
-            length=int(self.frames[number]),
-            data_file=reader.data_files[self.data_file[number]],
-            data_row=int(self.data_row[number]),
-            videos={
-                key: (files[self.video_file[key][number]], float(self.video_start_s[key][number]))
-                for key, files in reader.video_files.items()
-                if key in self.video_file
-            },
-            position=position,
-            frame=index - self.first_index[number],
-        )
-
-
-@dataclass(frozen=True)
 class ReadContext:
     """Context shared by all read tasks of an execution. Each node holds one copy."""
 
-    plan: Plan  # of `LocatedEpisodes`
-    readers: Sequence[DatasetFiles]
+    plan: Plan
+    metas: Sequence[DatasetMetadata]  # by `dataset_index`, from `reader.for_read_tasks`
     prepare: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None  # applied to each block
 
 
 @dataclass
 class _Episode:
-    """The location of an episode, and the n rows that a read takes from it."""
+    """An episode, and the n rows that a read takes from it."""
 
-    reader: DatasetFiles
+    meta: DatasetMetadata
     dataset_index: int
     episode_index: int
-    start: int  # `index` of frame 0
-    length: int
-    data_file: str
-    data_row: int  # row of frame 0 in the data file
-    videos: dict[str, tuple[str, float]]  # camera_key -> (file, where the episode starts in it, seconds)
     position: np.ndarray  # int64 (n,), place of each row in the output
     frame: np.ndarray  # int64 (n,), frame_index of each row
     first: int = 0  # frames [first, last) are read from parquet
@@ -110,9 +63,26 @@ class _Episode:
     numbers_offset: int = 0  # place of frame 0 in the numbers read; negative if it was not read
     timestamps: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 (last - first,)
 
+    @property
+    def start(self) -> int:
+        """Return the `index` of frame 0."""
+        return int(self.meta.episode_start[self.episode_index])
+
+    @property
+    def length(self) -> int:
+        return int(self.meta.episode_length[self.episode_index])
+
+    @property
+    def data_file(self) -> str:
+        return self.meta.data_files[self.meta.episode_data_file[self.episode_index]]
+
+    @property
+    def data_row(self) -> int:
+        """Return the row of frame 0 in the data file."""
+        return int(self.meta.episode_data_row[self.episode_index])
+
     def camera_file(self, camera_key: str) -> tuple[str, float]:
-        """Return the file of a camera, and the episode's start in it: seconds of a video, rows of a data file."""
-        return self.videos.get(camera_key) or (self.data_file, float(self.data_row))
+        return self.meta.camera_file(camera_key, self.episode_index)
 
     def window_frames(self, key: str, options: ReadOptions) -> tuple[np.ndarray, np.ndarray]:
         """Return the frames of a column's window, clamped to the episode, and the mask of clamped ones: (n, T) each.
@@ -192,8 +162,9 @@ def _decode_or_skip(
         try:
             decoded = _decode([alone], len(e.frame), options)
         except (ValueError, FileNotFoundError) as error:
-            files = [e.data_file, *(file for file, _ in e.videos.values())]
-            check_still_there(e.reader.fs, e.reader.root, [e.reader.path(file) for file in files])
+            cameras = [key for key in e.meta.camera_keys if key in options.columns]
+            files = [e.data_file, *(e.camera_file(key)[0] for key in cameras)]
+            check_still_there(e.meta.fs, e.meta.root, [e.meta.path(file) for file in files])
             index = e.start + e.row_frames("index", options)
             decoded = {"index": index, "dataset_index": e.dataset_index, IS_SKIPPED: True}
             _log_skipped(e, positions[e.position], error, options.skip_log)
@@ -203,9 +174,9 @@ def _decode_or_skip(
 
 
 def _log_skipped(e: _Episode, positions: np.ndarray, error: Exception, log: Path | None) -> None:
-    logger.warning("%s: episode %d is skipped: %s", e.reader.root, e.episode_index, error)
+    logger.warning("%s: episode %d is skipped: %s", e.meta.root, e.episode_index, error)
     if log is not None:
-        line: dict[str, Any] = {"root": e.reader.root, "episode_index": e.episode_index, "rows": len(e.frame)}
+        line: dict[str, Any] = {"root": e.meta.root, "episode_index": e.episode_index, "rows": len(e.frame)}
         line |= {"positions": sorted(positions.tolist()), "error": str(error)}
         log = file_of_process(log)
         append_line(log, json.dumps(line))
@@ -215,9 +186,8 @@ def _log_skipped(e: _Episode, positions: np.ndarray, error: Exception, log: Path
 
 def _group_by_episode(context: ReadContext, runs: np.ndarray) -> list[_Episode]:
     """Return the rows by episode, ordered by location in the data files, so that files are read forward."""
-    places = context.plan.episodes
-    assert isinstance(places, LocatedEpisodes)
-    rows: dict[tuple[int, int], list[tuple[int, np.ndarray, np.ndarray]]] = {}
+    planned = context.plan.episodes
+    rows: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
     offset = 0
     for window in context.plan.slices_of(runs):
         run, index = window.rows()
@@ -226,14 +196,14 @@ def _group_by_episode(context: ReadContext, runs: np.ndarray) -> list[_Episode]:
         for number, (first, last) in zip(window.episode.tolist(), itertools.pairwise(bounds), strict=True):
             if first < last:
                 chosen = order[first:last]
-                episode = int(places.dataset_index[number]), int(places.episode_index[number])
-                rows.setdefault(episode, []).append((number, chosen + offset, index[chosen]))
+                episode = int(planned.dataset_index[number]), int(planned.episode_index[number])
+                rows.setdefault(episode, []).append((chosen + offset, index[chosen]))
         offset += len(index)
     episodes = []
-    for pieces in rows.values():
-        numbers, positions, indices = zip(*pieces, strict=True)
-        rows_of = np.concatenate(positions), np.concatenate(indices)
-        episodes.append(places.episode(numbers[0], context.readers, *rows_of))
+    for (dataset, number), pieces in rows.items():
+        position, index = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        meta = context.metas[dataset]
+        episodes.append(_Episode(meta, dataset, number, position, index - meta.episode_start[number]))
     return sorted(episodes, key=lambda e: (e.dataset_index, e.data_file, e.data_row))
 
 
@@ -249,19 +219,19 @@ def _read_tabular(episodes: Sequence[_Episode], out: _Output) -> None:
 
 
 def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
-    options, reader, file = out.options, members[0].reader, members[0].data_file
-    features = {key: feature for key, feature in reader.features.items() if key in options.columns}
+    options, meta, file = out.options, members[0].meta, members[0].data_file
+    features = {key: feature for key, feature in meta.features.items() if key in options.columns}
     numeric = [key for key, feature in features.items() if feature.dtype in NUMERIC_DTYPES]
-    label = f"{reader.root}: {file}"
+    label = f"{meta.root}: {file}"
     with naming_file(label):
-        identity = file_identity(reader.fs, reader.path(file))
-    data_file = DataFile(reader.fs, reader.path(file), label, reader.dataset, identity)
+        identity = file_identity(meta.fs, meta.path(file))
+    data_file = DataFile(meta.fs, meta.path(file), label, meta.cache_name, identity)
     spans = [Span(f"episode {e.episode_index}", e.data_row + e.first, e.data_row + e.last) for e in members]
 
     needed = {
         ("", key): Column(key, np.dtype(dtype), (1,))
         for key, dtype in BOOKKEEPING.items()
-        if not reader.features[key].counted
+        if not meta.features[key].counted
     }
     row_columns = {key: [_column(feature) for feature in features[key].columns] for key in numeric}
     needed |= {("row", column.key): column for group in row_columns.values() for column in group}
@@ -324,19 +294,19 @@ def _check_rows(e: _Episode, bookkeeping: dict[str, np.ndarray], row: np.ndarray
     if wrong.any():
         at = int(np.argmax(wrong))
         raise ValueError(
-            f"{e.reader.root}: {e.data_file}: expected episode {e.episode_index} frame {frame[at]} at row "
+            f"{e.meta.root}: {e.data_file}: expected episode {e.episode_index} frame {frame[at]} at row "
             f"{e.data_row + frame[at]}, found episode {episode[at]} frame {stored[at]}: meta/episodes and data "
             "disagree (a faulty merge or split?); rebuild the dataset"
         )
 
 
 def _task_names(e: _Episode, task_index: np.ndarray) -> np.ndarray:
-    names = e.reader.tasks
+    names = e.meta.tasks
     numbers_found, row_number = np.unique(task_index, return_inverse=True)
     for number in numbers_found.tolist():
         if number not in names:
             raise ValueError(
-                f"{e.reader.root}: {e.data_file}: episode {e.episode_index}: task_index {number} has no entry in "
+                f"{e.meta.root}: {e.data_file}: episode {e.episode_index}: task_index {number} has no entry in "
                 f"meta/tasks (it has {len(names)} tasks); add the task or correct the rows"
             )
     return np.array([names[number] for number in numbers_found.tolist()], object)[row_number]
@@ -392,12 +362,12 @@ def _text_at(annotations: Sequence[dict[str, Any]] | None, at_s: float, style: s
 
 
 def _camera_files(key: str, episodes: Sequence[_Episode], out: _Output) -> list[CameraFile]:
-    members = [e for e in episodes if key in e.reader.camera_keys]
+    members = [e for e in episodes if key in e.meta.camera_keys]
     members.sort(key=lambda e: (e.dataset_index, *e.camera_file(key)))
     files = []
     for (_, file), group in itertools.groupby(members, key=lambda e: (e.dataset_index, e.camera_file(key)[0])):
         in_file = list(group)
-        files.append(CameraFile(in_file[0].reader, key, file, [_frame_request(key, e, out) for e in in_file]))
+        files.append(CameraFile(in_file[0].meta, key, file, [_frame_request(key, e, out) for e in in_file]))
     return files
 
 
@@ -407,13 +377,13 @@ def _fill_missing_cameras(episodes: Sequence[_Episode], out: _Output) -> None:
         if feature.dtype in CAMERA_DTYPES and key in options.columns:
             shape, dtype = frame_spec(feature, options.image_size)
             for e in episodes:
-                if key not in e.reader.features:
+                if key not in e.meta.features:
                     window = e.row_frames(key, options).shape[1:]
                     out.column(key, (*window, *shape), dtype)[e.position] = 0
 
 
 def _frame_request(key: str, e: _Episode, out: _Output) -> FrameRequest:
-    feature = e.reader.features[key]
+    feature = e.meta.features[key]
     # LeRobot compares video times with the timestamp column, not with frame_index / fps.
     positions = e.timestamps if feature.dtype == "video" else np.arange(e.first, e.last, dtype=np.float64)
     frames = e.row_frames(key, out.options)

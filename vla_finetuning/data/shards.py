@@ -16,7 +16,6 @@ Like `data.plan`, the module does not import Ray and does not read files.
 from __future__ import annotations
 
 import bisect
-import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -141,8 +140,7 @@ class ShardedPlan:
             members = slice(self._bounds[number], self._bounds[number + 1])
             shard_seed = np.random.SeedSequence((seed, 3, number)).generate_state(1).item()
             weights = None if weight is None else weight[piece][members]
-            shard_episodes = Episodes.take(self.episodes, members)  # without file locations
-            self._shards.append(plan(shard_episodes, seed=shard_seed, episode_weights=weights))
+            self._shards.append(plan(self.episodes.take(members), seed=shard_seed, episode_weights=weights))
         self.segment_rows, self.window_rows = self._shards[0].segment_rows, self._shards[0].window_rows
         self.rows_per_epoch = sum(shard.rows_per_epoch for shard in self._shards)
         self._last_epoch: _Epoch | None = None
@@ -231,18 +229,6 @@ class ShardedPlan:
         pairs = (shard.occurrences(rows) for shard, rows in zip(self._shards, self._split(position), strict=True))
         least, most = (np.concatenate(column) for column in zip(*pairs, strict=True))
         return least, most
-
-    def with_segments(self, runs: np.ndarray) -> ShardedPlan:
-        if not len(runs):
-            return self
-        turn, end = runs[:, 0] // self.sharding.turn_rows, (runs[:, 1] - 1) // self.sharding.turn_rows
-        # A node reads turns of its own shard, except at the ends of epochs.
-        read = np.unique(turn % self.sharding.count) if (turn == end).all() else np.arange(self.sharding.count)
-        plan, first, last = copy.copy(self), self._split(int(runs[0, 0])), self._split(int(runs[-1, 1]))
-        plan._shards = list(self._shards)
-        for shard in read.tolist():
-            plan._shards[shard] = self._shards[shard].with_segments(np.array([[first[shard], last[shard]]]))
-        return plan
 
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
         for run in self._runs(first, last):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ import fsspec
 import numpy as np
 
 from vla_finetuning.data.dataset import EPISODE, DatasetMetadata, Feature
-from vla_finetuning.data.parquet_columns import DataFile, Span, read_groups
+from vla_finetuning.data.parquet_columns import Column, DataFile, Span, read_numbers
 from vla_finetuning.files import write_json
 
 Stats = dict[str, dict[str, np.ndarray]]
@@ -108,17 +109,19 @@ def episode_arrays(
     """
     columns = {column.key: column for feature in features for column in feature.columns} | {EPISODE.key: EPISODE}
     spans = [Span(f"episode {e}", a, a + n) for e, a, n in zip(episodes, first_rows, lengths, strict=True)]
-    groups = read_groups(DataFile(fs, path, path, path), columns, spans)
-    readers = {key: groups.numbers(column, None, path) for key, column in columns.items()}
-    for episode, span in zip(episodes, spans, strict=True):
-        index = readers[EPISODE.key](span)
+    arrays = read_numbers(
+        DataFile(fs, path, path, path), [Column(key, None, column.shape) for key, column in columns.items()], spans
+    )
+    begins = np.cumsum([0, *lengths]).tolist()
+    for episode, span, (begin, end) in zip(episodes, spans, itertools.pairwise(begins), strict=True):
+        stored = {key: array[begin:end] for key, array in zip(columns, arrays, strict=True)}
+        index = stored[EPISODE.key]
         if (index != episode).any():
             raise ValueError(
                 f"{path}: rows {span.first}..{span.last - 1} should be episode {episode}, found "
                 f"{np.unique(index)[:5].tolist()}: the file and meta/episodes do not belong together; rebuild the "
                 "dataset"
             )
-        stored = {key: read(span) for key, read in readers.items()}
         data = {feature.key: feature.values(stored) for feature in features}
         for key, array in data.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():

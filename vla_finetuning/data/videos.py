@@ -18,13 +18,13 @@ import cv2
 import numpy as np
 import PIL
 
-from vla_finetuning.data.dataset import Feature, naming_file
+from vla_finetuning.data.dataset import DatasetMetadata, Feature, naming_file
 from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, resize_with_pad
 from vla_finetuning.data.disk_cache import DiskCache, Key
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.parquet_columns import DataFile, read_images
 from vla_finetuning.data.paths import read_whole
-from vla_finetuning.data.reader import DatasetFiles, Decoding, frame_spec, height_width
+from vla_finetuning.data.reader import Decoding, frame_spec, height_width
 from vla_finetuning.data.storage import RemoteFileSystem, file_identity
 from vla_finetuning.data.video_index import RemoteVideo
 
@@ -79,7 +79,7 @@ class CameraFile:
     `folder` is where this node's `cache` holds the file's frames, a file of records for each episode; None for nowhere.
     """
 
-    reader: DatasetFiles
+    meta: DatasetMetadata
     key: str
     file: str
     requests: list[FrameRequest]
@@ -89,7 +89,7 @@ class CameraFile:
 
     @property
     def feature(self) -> Feature:
-        return self.reader.features[self.key]
+        return self.meta.features[self.key]
 
     @property
     def is_video(self) -> bool:
@@ -97,7 +97,7 @@ class CameraFile:
 
     def name(self, *episodes: int) -> str:
         whose = f"episode{'s' * (len(episodes) > 1)} {', '.join(map(str, episodes))}"
-        return f"{self.reader.root}: {self.file} (camera {self.key}, {whose})"
+        return f"{self.meta.root}: {self.file} (camera {self.key}, {whose})"
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
@@ -107,16 +107,16 @@ class CameraFile:
             with naming_file(name) if self.is_video else contextlib.nullcontext():
                 yield
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{self.reader.root}: {self.file} is missing; copy it again") from error
+            raise FileNotFoundError(f"{self.meta.root}: {self.file} is missing; copy it again") from error
 
     def read_cached(self, decoding: Decoding) -> None:
         """Fill in the frames that this node caches, and drop them from `requests`."""
-        path = self.reader.path(self.file)
-        identity = None if decoding.frame_cache is None else file_identity(self.reader.fs, path)
+        path = self.meta.path(self.file)
+        identity = None if decoding.frame_cache is None else file_identity(self.meta.fs, path)
         if decoding.frame_cache is None or identity is None:
             return
         self.cache = decoding.frame_cache.open()
-        self.folder = self.cache.content(*frame_cache_key(self.reader, self.key, path, decoding), identity)
+        self.folder = self.cache.content(*frame_cache_key(self.meta, self.key, path, decoding), identity)
         if self.folder is not None:
             rests = [r.remaining(self.cache.read_records(*r.records(self.folder))) for r in self.requests]
             self.requests = [rest for rest in rests if rest is not None]
@@ -131,24 +131,24 @@ class CameraFile:
     def _decode_video(self, decoding: Decoding) -> None:
         height, width = height_width(self.feature)
         with VideoReader(
-            self.reader.path(self.file) if self.remote is None else self.remote.file,
+            self.meta.path(self.file) if self.remote is None else self.remote.file,
             name=self.name(*(request.episode for request in self.requests)),
             height=height,
             width=width,
-            fps=self.reader.fps,
+            fps=self.meta.fps,
             tolerance_s=decoding.tolerance_s,
             threads=decoding.threads,
-            depth_mm=self.reader.depth_mm.get(self.key),
+            depth_mm=self.feature.depth_mm,
         ) as video:
             for request in self.requests:
                 video.name = self.name(request.episode)
                 video.read(request.times_s, request.put)
 
     def _decode_images(self, decoding: Decoding) -> None:
-        feature, path = self.feature, self.reader.path(self.file)
+        feature, path = self.feature, self.meta.path(self.file)
         height, width = height_width(feature)
-        identity = file_identity(self.reader.fs, path)
-        file = DataFile(self.reader.fs, path, f"{self.reader.root}: {self.file}", self.reader.dataset, identity)
+        identity = file_identity(self.meta.fs, path)
+        file = DataFile(self.meta.fs, path, f"{self.meta.root}: {self.file}", self.meta.cache_name, identity)
         # An encoded image is rarely larger than its pixels.
         most_bytes = math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
         rows = np.concatenate([request.times_s for request in self.requests]).astype(np.int64)
@@ -167,20 +167,20 @@ class CameraFile:
 
     def _read_image(self, path: str, most_bytes: int, name: str) -> bytes:
         """Read an image file that a data file names, below the dataset's folder or beside the data file."""
-        reader = self.reader
-        inside = path.removeprefix(f"{reader.base}/")
+        meta = self.meta
+        inside = path.removeprefix(f"{meta.base}/")
         folder = self.file.rpartition("/")[0]
         steps = inside.split("/")
         if "://" in path or inside.startswith("/") or ".." in steps:
             raise ValueError(f"{name}: the image is in {path!r:.200}, outside of the dataset; copy it into its folder")
         places = [inside, f"{folder}/{inside}"]
-        place = next((place for place in places if reader.fs.exists(reader.path(place))), None)
+        place = next((place for place in places if meta.fs.exists(meta.path(place))), None)
         if place is None:
             raise ValueError(
                 f"{name}: the image is not embedded in the data file, and its file {path!r:.200} is not below the "
                 "dataset's folder: copy the images too, or save the dataset with embedded images"
             )
-        return read_whole(reader.fs, reader.base, place, most_bytes)
+        return read_whole(meta.fs, meta.base, place, most_bytes)
 
 
 def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
@@ -189,14 +189,14 @@ def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
         for file in files:
             with file.naming():
                 file.read_cached(decoding)
-                fs = file.reader.fs
+                fs = file.meta.fs
                 if file.requests and file.is_video and isinstance(fs, RemoteFileSystem):
-                    file.remote = RemoteVideo(fs, file.reader.path(file.file), file.reader.dataset)
+                    file.remote = RemoteVideo(fs, file.meta.path(file.file), file.meta.cache_name)
                     opened.callback(file.remote.file.close)
         for file in files:
             if file.remote is not None:
                 with file.naming():
-                    file.remote.ask(np.concatenate([request.times_s for request in file.requests]), file.reader.fps)
+                    file.remote.ask(np.concatenate([request.times_s for request in file.requests]), file.meta.fps)
         for file in files:
             if file.requests:
                 with file.naming():
@@ -205,21 +205,21 @@ def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
                     file.remote.file.close()
 
 
-def frame_cache_key(reader: DatasetFiles, key: str, path: str, decoding: Decoding) -> tuple[str, str]:
+def frame_cache_key(meta: DatasetMetadata, key: str, path: str, decoding: Decoding) -> tuple[str, str]:
     """Return the `dataset` and `file` arguments of `DiskCache.content` for a camera's frames in a file.
 
     The first holds all that may change a pixel. The second holds the camera, as a data file has images of several.
     """
-    feature = reader.features[key]
+    feature = meta.features[key]
     shape, dtype = frame_spec(feature, decoding.image_size)
     resizing = cv2.__version__ if shape[:2] != height_width(feature) else None
     decoder: tuple[Any, ...]
     if feature.dtype == "video":
-        depth = reader.depth_mm.get(key)
+        depth = feature.depth_mm
         depth_digest = None if depth is None else hashlib.sha256(depth.tobytes()).hexdigest()
         libraries = sorted(av.library_versions.items())
-        decoder = DECODING_VERSION, av.__version__, libraries, resizing, reader.fps, decoding.tolerance_s, depth_digest
+        decoder = DECODING_VERSION, av.__version__, libraries, resizing, meta.fps, decoding.tolerance_s, depth_digest
     else:
         path = f"{path}\0{feature.key}"
         decoder = DECODING_VERSION, PIL.__version__, resizing, feature.info.get("depth_unit")
-    return f"{reader.dataset}\0{shape}\0{dtype}\0{decoder!r}", path
+    return f"{meta.cache_name}\0{shape}\0{dtype}\0{decoder!r}", path
