@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,30 @@ EXTRA_FEATURES: dict[str, dict] = {
 }
 
 
+def edit_json(path: Path, change: Callable[[Any], object]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def remove_episodes(root: Path, gone: Collection[int]) -> None:
+    """Take episodes out of the metadata, as tools do that leave a gap in the numbering."""
+    lengths: list[int] = []
+    for path in (root / "meta/episodes").rglob("*.parquet"):
+        table = pq.read_table(path)
+        table = table.filter(pa.array([n not in gone for n in table["episode_index"].to_pylist()]))
+        lengths += table["length"].to_pylist()
+        pq.write_table(table, path)
+    totals = {"total_episodes": len(lengths), "total_frames": sum(lengths)}
+    edit_json(root / "meta/info.json", lambda info: info.update(totals))
+
+
 def add_subtasks(root: Path, number_of: Callable[[int], int], texts: Sequence[str]) -> None:
     """Give a dataset's frames subtasks, by `index` -> the number of a text, as LeRobot wrote them until 0.5."""
     import pandas as pd
 
-    info = json.loads((root / "meta/info.json").read_text())
-    info["features"]["subtask_index"] = {"dtype": "int64", "shape": [1], "names": None}
-    (root / "meta/info.json").write_text(json.dumps(info))
+    feature = {"dtype": "int64", "shape": [1], "names": None}
+    edit_json(root / "meta/info.json", lambda info: info["features"].update(subtask_index=feature))
     for path in (root / "data").rglob("*.parquet"):
         table = pq.read_table(path)
         column = pa.array(map(number_of, table["index"].to_pylist()), pa.int64())

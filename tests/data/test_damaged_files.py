@@ -25,7 +25,6 @@ from tests.data.test_datasource import (
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.data import decode as lerobot_decode
-from vla_finetuning.data import parquet_columns
 from vla_finetuning.data import rows as rows_module
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.read_tasks import BlockShare
@@ -36,12 +35,6 @@ from vla_finetuning.data.statistics import compute_as_lerobot
 def original(tmp_path_factory):
     still = {STILL: (16, 24)}
     return make_dataset(tmp_path_factory.mktemp("damaged") / "original", image_cameras=still)
-
-
-@pytest.fixture
-def root(original, tmp_path):
-    """A copy to break."""
-    return shutil.copytree(original, tmp_path / "dataset")
 
 
 def videos(root, key=TOP):
@@ -98,29 +91,6 @@ def test_a_damaged_file_is_named(root, damage, message):
     damage(root)
     with pytest.raises(ValueError, match=message):
         read_directly(datasource([load_metadata(root)], check_files=False))
-
-
-def test_numbers_of_another_type_than_declared(root):
-    """They become what meta/info.json says, as in LeRobot, or are refused: types must not depend on the file."""
-
-    def as_float(change):
-        def changed(number, table):
-            values = [change(value) for value in table.column("task_index").to_pylist()]
-            at = table.column_names.index("task_index")
-            return table.set_column(at, "task_index", pa.array(values, pa.float64())) if number == 0 else table
-
-        rewrite_data(root, changed)
-
-    def read():
-        return pa.concat_tables(read_directly(datasource([load_metadata(root)]))).column("task_index")
-
-    as_declared = read()
-    as_float(float)
-    assert read() == as_declared
-    assert as_declared.type == pa.int64()
-    as_float(lambda value: value + 0.5)
-    with pytest.raises(ValueError, match="column task_index: holds double that cannot be int64, as meta/info"):
-        read()
 
 
 @pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
@@ -233,12 +203,3 @@ def test_an_empty_value_damages_its_episode_alone(tmp_path):
     with pytest.raises(ValueError, match=r"file-000.parquet: episode 2: column action: \d+ empty values"):
         read_directly(datasource([meta]))
     assert compute_as_lerobot(meta, ["action"], others)["action"]["count"] == frames - meta.episode_length[2]
-
-
-def test_a_whole_column_is_converted_once(tmp_path, monkeypatch):
-    """Not once per episode, which takes several times as long."""
-    converted, convert = [], parquet_columns.numbers
-    monkeypatch.setattr(parquet_columns, "numbers", lambda *args: converted.append(args) or convert(*args))
-    meta = load_metadata(make_dataset(tmp_path / "one_file", cameras={}, data_files_size_in_mb=100))
-    compute_as_lerobot(meta, ["action"], np.arange(6))
-    assert len(converted) == 2  # action, episode_index

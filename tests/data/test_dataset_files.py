@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,12 +23,6 @@ def original(tmp_path_factory):
     return make_dataset(
         tmp_path_factory.mktemp("files") / "original", episodes=EPISODES, image_cameras={SIDE: (40, 48)}
     )
-
-
-@pytest.fixture
-def root(original, tmp_path):
-    """A copy to break."""
-    return Path(shutil.copytree(original, tmp_path / "dataset"))
 
 
 def test_select_episodes(original):

@@ -113,12 +113,3 @@ def test_an_episode_that_moved_in_its_video_has_no_features(roots, tmp_path):
     moved._metas[0].episode_video_start_s[TOP][1] += 0.1
     known = here(moved, dataset, index)
     assert not known[(dataset == 0) & (index >= 12) & (index < 19)].any() and known[dataset == 1].all()
-
-
-def test_of_more_than_fits_some_are_kept(roots, tmp_path, caplog):
-    store = opened(roots, tmp_path / "kept", gb=1e-4)
-    dataset, index = everything(store)
-    known = here(store, dataset, index)
-    assert known.any() and not known.all()
-    np.testing.assert_array_equal(store.read(TOP, dataset, index)[0][known], features_of(TOP, dataset, index)[known])
-    assert "VLA_CACHE_GB, or choose another folder for --train.feature_cache" in caplog.text

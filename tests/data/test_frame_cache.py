@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from lerobot_datasource import keeps_frames, read_lerobot, read_source
+from lerobot_datasource import keeps_frames, read_source
 from tests.datasets import an_epoch, assert_same_rows, datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import disk_cache
@@ -28,12 +28,6 @@ WINDOWS = {TOP: [-0.2, 0.0], "action": [0.0, 0.1]}
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("frames") / "original", episodes=LENGTHS)
-
-
-@pytest.fixture
-def root(original, tmp_path):
-    """A copy to change."""
-    return Path(shutil.copytree(original, tmp_path / "dataset"))
 
 
 @pytest.fixture
@@ -225,23 +219,6 @@ def test_images_by_path_are_never_served_from_the_cache(images, folder, tmp_path
     after = rows(root, folder)
     assert (after[TOP] == 255).all()
     np.testing.assert_array_equal(before[WRIST], after[WRIST])
-
-
-@pytest.mark.ray
-def test_through_ray(ray_cluster, original, folder):
-    """Rows of other processes are those of no cache at all."""
-    options = {"delta_timestamps": WINDOWS, "shuffle_window": 8}
-    expected = rows(original)
-    for seed in (0, 1):
-        found = list(read_lerobot(original, shuffle_seed=seed, frame_cache=folder, **options).iter_rows())
-        assert sorted(row["index"] for row in found) == list(range(ROWS))
-        for row in found:
-            for key in (TOP, WRIST):
-                np.testing.assert_array_equal(row[key], expected[key][row["index"]])
-    source = datasource([load_metadata(original)], frame_cache=FrameCache(str(folder), 1.0), shuffle_seed=0, **options)
-    found = list(read_source(source).iter_batches(batch_size=4, batch_format="numpy"))
-    order = np.argsort(np.concatenate([batch["index"] for batch in found]))
-    assert_same_rows({key: np.concatenate([batch[key] for batch in found])[order] for key in found[0]}, expected)
 
 
 @pytest.mark.ray

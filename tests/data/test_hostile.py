@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import EpsImagePlugin, Image
 
-from tests.datasets import datasource, make_dataset
+from tests.datasets import datasource, edit_json, make_dataset
 from tests.memory import takes_at_most
 from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata
@@ -34,12 +34,6 @@ TOP, WRIST = "observation.images.top", "observation.images.wrist"
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("hostile") / "original", episodes=LENGTHS)
-
-
-@pytest.fixture
-def root(original, tmp_path):
-    """A copy to break."""
-    return Path(shutil.copytree(original, tmp_path / "dataset"))
 
 
 def read_all(root):
@@ -129,13 +123,6 @@ def test_a_video_that_claims_more_frames_than_can_be(original, root, box):
 # ---- what unpacks to more than it seems ------------------------------------------------------------------------------
 
 
-def edit_info(root, change):
-    path = root / "meta/info.json"
-    info = json.loads(path.read_text())
-    change(info)
-    path.write_text(json.dumps(info))
-
-
 def png_that_claims(width, height, rows=None):
     """A PNG of one colour: it takes little more than a thousandth of its pixels' bytes. `rows`: how many are there."""
 
@@ -156,7 +143,7 @@ def with_images(root, data, height, width):
         info["features"] = {k: v for k, v in info["features"].items() if v["dtype"] != "video"}
         info["features"][still] = {"dtype": "image", "shape": [height, width, 3], "names": None}
 
-    edit_info(root, change)
+    edit_json(root / "meta/info.json", change)
     for path in root.glob("data/*/*.parquet"):
         table = pq.read_table(path)
         kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -182,7 +169,7 @@ def test_a_look_holds_few_rows_of_wide_features(root, monkeypatch):
         info["features"] = {k: v for k, v in info["features"].items() if v["dtype"] != "video"}
         info["features"]["observation.wide"] = {"dtype": "float32", "shape": [wide], "names": None}
 
-    edit_info(root, change)
+    edit_json(root / "meta/info.json", change)
     for path in root.glob("data/*/*.parquet"):
         table = pq.read_table(path)
         zeros = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(wide * len(table), np.float32)), wide)
@@ -236,7 +223,7 @@ def camera(*shape, **info):
 )
 def test_rows_larger_than_any_robots(root, features, accepted):
     more = {f"observation.images.{number}": feature for number, feature in enumerate(features)}
-    edit_info(root, lambda info: info["features"].update(more))
+    edit_json(root / "meta/info.json", lambda info: info["features"].update(more))
     if accepted:
         load_metadata(root)
     else:

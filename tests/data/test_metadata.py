@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +13,7 @@ import pytest
 
 from diagnostics import show_dataset
 from lerobot_datasource import LeRobotDatasource, read_lerobot
-from tests.datasets import make_dataset
+from tests.datasets import edit_json, make_dataset, remove_episodes
 from vla_finetuning.data.dataset import Feature, select_episodes
 from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.metadata import dimension_names, key_frame_rows, load_metadata
@@ -38,24 +37,12 @@ def original(tmp_path_factory):
     return root
 
 
-@pytest.fixture
-def root(original, tmp_path):
-    """A copy to break."""
-    return Path(shutil.copytree(original, tmp_path / "dataset"))
-
-
 def edit_info(root, **changes):
-    path = root / "meta/info.json"
-    info = json.loads(path.read_text())
-    info.update(changes)
-    path.write_text(json.dumps(info))
+    edit_json(root / "meta/info.json", lambda info: info.update(changes))
 
 
 def edit_feature(root, key, **changes):
-    path = root / "meta/info.json"
-    info = json.loads(path.read_text())
-    info["features"].setdefault(key, {}).update(changes)
-    path.write_text(json.dumps(info))
+    edit_json(root / "meta/info.json", lambda info: info["features"].setdefault(key, {}).update(changes))
 
 
 def edit_parquet(path, edit):
@@ -343,7 +330,6 @@ def test_corrupt_json(root, name, content, message):
     [
         ({"fps": 0}, "fps is 0"),
         ({"fps": 29.97}, "fps is 29.97"),
-        ({"fps": "30"}, "fps is '30'"),
         ({"fps": 10**9}, "fps is 10"),
         ({"features": {}}, r"features lacks \['timestamp'"),
         ({"total_episodes": 99}, "total_episodes is 99, but meta/episodes holds 12"),
@@ -383,39 +369,30 @@ def test_features(root, key, changes, message):
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("name", "template"),
     [
-        "/etc/passwd",
-        "../{chunk_index}/{file_index}",
-        "data/../../{chunk_index}/{file_index}",
-        "data//{chunk_index}/{file_index}",
-        "",
-        "s3://bucket/{chunk_index}/{file_index}",
-        "data\\{chunk_index}\\{file_index}",
-        "data/{chunk_index}/{file_index}\0.parquet",
-        "data/{chunk_index.__class__.__init__.__globals__}/{file_index}",
-        "data/{chunk_index[0]}/{file_index}",
-        "data/{chunk_index!r}/{file_index}",
-        "data/{chunk_index:0999999999d}/{file_index}",
-        "data/{chunk_index:x}/{file_index}",
-        "data/{chunk_index:{file_index}}/{file_index}",
-        "data/{}/{file_index}",
-        "data/{root}/{file_index}",
-        "data/{video_key}/{chunk_index}/{file_index}",
-        "data/{chunk_index}/file_index}",
-        7,
+        ("data_path", "/etc/passwd"),
+        ("data_path", "../{chunk_index}/{file_index}"),
+        ("video_path", "videos/../../{video_key}/{chunk_index}/{file_index}.mp4"),
+        ("data_path", "data//{chunk_index}/{file_index}"),
+        ("data_path", "s3://bucket/{chunk_index}/{file_index}"),
+        ("data_path", "data\\{chunk_index}\\{file_index}"),
+        ("data_path", "data/{chunk_index}/{file_index}\0.parquet"),
+        ("data_path", "data/{chunk_index.__class__.__init__.__globals__}/{file_index}"),
+        ("data_path", "data/{chunk_index[0]}/{file_index}"),
+        ("data_path", "data/{chunk_index!r}/{file_index}"),
+        ("data_path", "data/{chunk_index:0999999999d}/{file_index}"),
+        ("data_path", "data/{chunk_index:{file_index}}/{file_index}"),
+        ("video_path", "videos/{video_key:03d}/{chunk_index}/{file_index}.mp4"),
+        ("data_path", "data/{}/{file_index}"),
+        ("data_path", "data/{video_key}/{chunk_index}/{file_index}"),
+        ("data_path", "data/{chunk_index}/file_index}"),
+        ("data_path", 7),
     ],
 )
-def test_templates_that_lead_elsewhere(root, template):
-    edit_info(root, data_path=template)
-    refuses(root, "meta/info.json: data_path.*(not a path|expected a path template)")
-
-
-def test_video_templates_are_checked_too(root):
-    edit_info(root, video_path="videos/{video_key:03d}/{chunk_index}/{file_index}.mp4")
-    refuses(root, "video_path.*{video_key:03d}.*expected a path template")
-    edit_info(root, video_path="../{video_key}/{chunk_index}/{file_index}.mp4")
-    refuses(root, "video_path leads to '../")
+def test_templates_that_lead_elsewhere(root, name, template):
+    edit_info(root, **{name: template})
+    refuses(root, f"meta/info.json: {name}.*(not a path|expected a path template)")
 
 
 @pytest.mark.parametrize("value", ["high", [[1.0], [1.0, 2.0]], [1.0, None], []])
@@ -544,13 +521,7 @@ def test_a_broken_episode_is_named_and_may_be_left_out(root, column, value, mess
 def test_numbering_with_holes(root, gone):
     """Rows of what is there are those of the whole dataset; a beginning that is not 0 needs no flag."""
     whole = load_metadata(root)
-    for path in (root / "meta/episodes").rglob("*.parquet"):
-        edit_parquet(
-            path, lambda table: table.filter(pa.array([n not in gone for n in table["episode_index"].to_pylist()]))
-        )
-    lengths = whole.episode_length.copy()
-    frames = int(lengths.sum() - lengths[gone].sum())
-    edit_info(root, total_episodes=len(EPISODES) - len(gone), total_frames=frames)
+    remove_episodes(root, gone)
     meta = load_metadata(root)
     others = [episode for episode in range(len(EPISODES)) if episode not in gone]
     if gone not in ([0, 1], [11]):
@@ -558,7 +529,7 @@ def test_numbering_with_holes(root, gone):
             LeRobotDatasource([meta])
     assert select_episodes(meta, None).tolist() == (others if gone in ([0, 1], [11]) else list(range(12)))
     assert [meta.episode_tasks[e] for e in others] == [whole.episode_tasks[e] for e in others]
-    assert meta.episode_length[others].tolist() == lengths[others].tolist()
+    assert meta.episode_length[others].tolist() == whole.episode_length[others].tolist()
     for key in whole.video_keys:
         files = [[m.video_files[key][m.episode_video_file[key][e]] for e in others] for m in (whole, meta)]
         assert files[0] == files[1]

@@ -11,7 +11,7 @@ import pytest
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.scripts.convert_dataset_v21_to_v30 import convert_dataset
 
-from tests.datasets import datasource, make_dataset
+from tests.datasets import datasource, edit_json, make_dataset
 from vla_finetuning.data import metadata_v2
 from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.disk_cache import FrameCache
@@ -123,9 +123,7 @@ def test_rows_are_those_of_lerobots_conversion(v21, converted, windows):
 
 
 def without_column(root, name):
-    info = json.loads((root / "meta/info.json").read_text())
-    del info["features"][name]
-    (root / "meta/info.json").write_text(json.dumps(info))
+    edit_json(root / "meta/info.json", lambda info: info["features"].pop(name))
     for path in root.glob("data/*/*.parquet"):
         pq.write_table(pq.read_table(path).drop_columns([name]).replace_schema_metadata(None), path)
     return root
@@ -184,17 +182,6 @@ def test_the_table_of_episodes_is_that_of_v3(v3, v21):
     assert found.data_files[3] == "data/chunk-001/episode_000003.parquet"
     (weights,) = episode_weights([found], [str(v21)], "quality")
     assert weights.tolist() == [0.5, 1.5, 2.5, 3.5]
-
-
-def test_a_column_of_weights_where_the_numbering_has_a_hole(v21, tmp_path):
-    root = shutil.copytree(v21, tmp_path / "hole")
-    lines = (root / EPISODES_PATH).read_text().splitlines()
-    (root / EPISODES_PATH).write_text("\n".join(lines[1:]) + "\n")
-    info = json.loads((root / "meta/info.json").read_text())
-    info |= {"total_episodes": len(LENGTHS) - 1, "total_frames": sum(LENGTHS[1:])}
-    (root / "meta/info.json").write_text(json.dumps(info))
-    (weights,) = episode_weights([load_metadata(root)], [str(root)], "quality")
-    assert weights.tolist() == [0, 1.5, 2.5, 3.5]
 
 
 def test_v20_and_a_mixture_of_versions(v3, v21, tmp_path):

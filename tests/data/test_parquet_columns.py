@@ -267,6 +267,7 @@ def arrow(values, type_, shape, dtype=np.float32):
         ),
         ([[1, 2], [3, 4]], pa.list_(pa.float32()), (4,), np.float32, r"values of shape \(2,\), expected \(4,\)"),
         ([2**63], pa.uint64(), (1,), np.int64, "holds uint64 that cannot be int64"),
+        ([0.5], pa.float64(), (1,), np.int64, "holds double that cannot be int64, as meta/info"),
         ([0, 2], pa.int64(), (1,), np.bool_, "holds int64 that cannot be bool"),
         (["a"], pa.string(), (1,), np.int64, "holds string, expected numbers"),
     ],
@@ -279,6 +280,7 @@ def test_values_that_are_not_the_declared_ones(values, type_, shape, dtype, mess
 def test_values_that_are():
     assert arrow([[1], [2]], pa.list_(pa.float64()), (1,)).tolist() == [1, 2]
     assert arrow([0, 1], pa.int8(), (1,), np.bool_).tolist() == [False, True]
+    assert arrow([0.0, 1.0], pa.float64(), (1,), np.int64).dtype == np.int64
     assert arrow([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int16())), (1, 2), np.int64).shape == (2, 1, 2)
     assert arrow([], pa.list_(pa.float32()), (3,)).shape == (0, 3)
 

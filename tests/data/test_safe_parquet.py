@@ -2,8 +2,6 @@
 
 import errno
 import re
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,12 +20,6 @@ from vla_finetuning.data.storage import StorageError
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("parquet") / "original", episodes=(2, 3), cameras={})
-
-
-@pytest.fixture
-def root(original, tmp_path):
-    """A copy to break."""
-    return Path(shutil.copytree(original, tmp_path / "dataset"))
 
 
 def refuses(root, message):

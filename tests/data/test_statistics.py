@@ -2,16 +2,14 @@
 
 import json
 import os
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.datasets import make_dataset
+from tests.datasets import edit_json, make_dataset
 from vla_finetuning.data import statistics as dataset_stats
 from vla_finetuning.data.metadata import load_metadata, rename_features
 from vla_finetuning.data.statistics import STATISTICS, compute_as_lerobot
@@ -27,17 +25,8 @@ def original(tmp_path_factory):
     return make_dataset(root, episodes=EPISODES, cameras={}, extra_features=True, true_quantiles=False)
 
 
-@pytest.fixture
-def root(original, tmp_path):
-    """A copy to change."""
-    return Path(shutil.copytree(original, tmp_path / "dataset"))
-
-
 def edit_stats(root, edit):
-    path = root / "meta/stats.json"
-    stats = json.loads(path.read_text())
-    edit(stats)
-    path.write_text(json.dumps(stats))
+    edit_json(root / "meta/stats.json", edit)
 
 
 def complete_stats(meta, required, cache_dir=None, episodes=None):

@@ -6,14 +6,13 @@ import shutil
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from diagnostics import show_dataset
 from diagnostics.show_dataset import main
-from tests.datasets import all_rows, describe_truly, edit_rows, make_dataset
+from tests.datasets import all_rows, describe_truly, edit_json, edit_rows, make_dataset, remove_episodes
 from tests.pages import check_page
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import write_json
@@ -54,24 +53,6 @@ def shown(tmp_path, capsys):
         return capsys.readouterr().out.splitlines(), check_page((tmp_path / "page.html").read_text())
 
     return shown
-
-
-def edit_json(path, change):
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
-
-
-def test_only_episodes_of_the_dataset_are_scored(copy, tmp_path, shown):
-    """Its numbering begins at 1."""
-    for path in (copy / "meta/episodes").rglob("*.parquet"):
-        episodes = pq.read_table(path)
-        pq.write_table(episodes.filter(pc.not_equal(episodes["episode_index"], 0)), path)
-    frames = sum(EPISODES[1:])
-    edit_json(copy / "meta/info.json", lambda info: info.update(total_episodes=3, total_frames=frames))
-    shown(copy, f"--scores={tmp_path / 'scores.jsonl'}")
-    lines = (tmp_path / "scores.jsonl").read_text().splitlines()
-    assert [json.loads(line)["episode"] for line in lines] == [1, 2, 3]
 
 
 def png(pixels):
@@ -510,17 +491,16 @@ def test_a_runs_report_shows_what_its_own_options_make_of_frames(clean, tmp_path
 
 
 @pytest.mark.parametrize("gone", [[0, 1], [1, 2]])
-def test_numbers_without_an_episode_are_no_episodes(copy, gone):
-    for path in (copy / "meta/episodes").rglob("*.parquet"):
-        table = pq.read_table(path)
-        pq.write_table(table.filter(pa.array([n not in gone for n in table["episode_index"].to_pylist()])), path)
+def test_numbers_without_an_episode_are_no_episodes(copy, tmp_path, shown, gone):
+    remove_episodes(copy, gone)
     left = [episode for episode in range(4) if episode not in gone]
     frames = sum(EPISODES[episode] for episode in left)
-    edit_json(copy / "meta/info.json", lambda info: info.update(total_episodes=2, total_frames=frames))
     meta = load_metadata(copy)
     look = look_at(meta)
     told = [f"episodes {gone[0]}, {gone[1]}: cannot be read: is in no file of meta/episodes"] if gone[0] else []
     assert look.episodes.tolist() == left and [finding.text for finding in look.findings] == told
     assert look.sample.startswith("every row") and look.rows == frames
-    assert [score.episode for score in score_episodes(meta)] == left
+    shown(copy, f"--scores={tmp_path / 'scores.jsonl'}")
+    lines = (tmp_path / "scores.jsonl").read_text().splitlines()
+    assert [json.loads(line)["episode"] for line in lines] == left
     assert describe_tokens_of(meta, "fit", 4)

@@ -33,7 +33,7 @@ class Feature:
     is_depth: bool  # a depth map, not an RGB image
     info: dict[str, Any]  # LeRobot's `info` of a camera (`video.codec`, `video.fps`, …); else empty
     order: tuple[int, ...] | None = None  # index in the files of each dimension of a row; None for the files' order
-    joined: tuple[Feature, ...] = ()  # features that a vector concatenates (`join_features`)
+    joined: tuple[Feature, ...] | None = None  # features that a vector concatenates (`join_features`, `absent_vector`)
     counted: bool = False  # one of `COUNTED_FEATURES` that the files lack
     texts: Mapping[int, str] = field(default_factory=dict)  # for features that store texts by number
     style: str = ""  # of annotations; a row has the text of this style that is active at its time
@@ -43,38 +43,28 @@ class Feature:
     @property
     def columns(self) -> tuple[Feature, ...]:
         """Columns of the data files with the feature's values."""
-        return () if self.counted else self.joined or (self,)
+        if self.joined is not None:
+            return self.joined
+        return () if self.counted else (self,)
 
-    def values(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the values (N, *shape), in the files' order, from `arrays`: the values of `columns` by key."""
-        if not self.joined:
+    def values(self, arrays: Mapping[str, np.ndarray], rows: int) -> np.ndarray:
+        """Return the values (rows, *shape), in the files' order, from `arrays`: the values of `columns` by key."""
+        if self.joined is None:
             return arrays[self.key]
-        return np.concatenate(
-            [arrays[c.key].reshape(-1, *c.shape).astype(self.dtype, copy=False) for c in self.joined], axis=1
-        )
+        vectors = [arrays[c.key].reshape(rows, *c.shape).astype(self.dtype, copy=False) for c in self.joined]
+        return np.concatenate([np.empty((rows, 0), self.dtype), *vectors], axis=1)
 
 
 # The episode of a row: a column of all data files.
 EPISODE = Feature("episode_index", "int64", (1,), None, False, {})
 
 
-@dataclass(frozen=True)
-class AbsentFeature(Feature):
-    """A vector of no dimensions, which a dataset lacks and others of its mixture have.
+def absent_vector(key: str, dtype: str = "float32") -> Feature:
+    """Return a vector of no dimensions, which a dataset lacks and others of its mixture have.
 
     Rows of the mixture pad it with zeros to the longest vector (`options.Features.padded`).
     """
-
-    @property
-    def columns(self) -> tuple[Feature, ...]:
-        return (EPISODE,)  # gives the number of rows
-
-    def values(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        return np.zeros((len(arrays[EPISODE.key]), *self.shape), self.dtype)
-
-
-def absent_vector(key: str, dtype: str = "float32") -> AbsentFeature:
-    return AbsentFeature(key, dtype, (0,), None, False, {})
+    return Feature(key, dtype, (0,), None, False, {}, joined=())
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +142,8 @@ class DatasetMetadata:
 
     @property
     def without_actions(self) -> bool:
-        """Whether actions are an `AbsentFeature`, so that rows train only texts."""
-        return isinstance(self.features.get("action"), AbsentFeature)
+        """Whether actions are an `absent_vector`, so that rows train only texts."""
+        return "action" in self.features and self.features["action"].joined == ()
 
 
 def select_episodes(

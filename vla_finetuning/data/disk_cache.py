@@ -135,14 +135,6 @@ class DiskCache:
                 return dataset_folder / short_hash(file) / short_hash(identity)
         return None
 
-    def read(self, path: Path, out: Any) -> bool:
-        """Fill a buffer with a file of exactly its size; return False if there is none."""
-        with self.tolerating_errors(), self._open_to_read(path) as descriptor:
-            tail, out = bytearray(_CHECKSUM_BYTES + 1), memoryview(out).cast("B")
-            size = os.preadv(descriptor, [out, tail], 0)
-            return size == len(out) + _CHECKSUM_BYTES and tail[:-1] == self.checksum(path, [out])
-        return False
-
     def map(self, path: Path) -> pa.Buffer | None:
         """Return a file's bytes, mapped after its checksum was verified; None if there is none."""
         with self.tolerating_errors(), self._open_to_read(path) as descriptor:

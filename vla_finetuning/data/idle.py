@@ -9,7 +9,6 @@ the next movement.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,6 @@ import numpy as np
 
 from vla_finetuning.data.dataset import NUMERIC_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.statistics import episode_arrays, in_threads
-from vla_finetuning.data.storage import check_still_there
-
-_logger = logging.getLogger(__name__)
 
 # Share of its range within which a dimension counts as still.
 STILL = 1e-3
@@ -127,18 +123,15 @@ def moving_runs(
 
     def runs_in_file(file: dict[str, Any]) -> np.ndarray:
         runs = [np.empty((0, 3), np.int64)]
-        try:
-            for episode, arrays in episode_arrays(meta.fs, features=movement.features, **file):
-                change = np.flatnonzero(np.diff(movement.idle(arrays), prepend=True, append=True)).reshape(-1, 2)
-                columns = np.full(len(change), episode), change[:, 0], change[:, 1] - change[:, 0]
-                runs.append(np.stack(columns, axis=1))
-        except (ValueError, FileNotFoundError) as error:
-            if not skip_unreadable:
-                raise
-            check_still_there(meta.fs, meta.root, [file["path"]])
-            _logger.warning("dataset %s: no idle frame is looked for in %s: %s", meta.root, file["path"], error)
-            runs = [np.stack([file["episodes"], np.zeros_like(file["episodes"]), file["lengths"]], axis=1)]
+        for episode, arrays in episode_arrays(meta.fs, features=movement.features, **file):
+            change = np.flatnonzero(np.diff(movement.idle(arrays), prepend=True, append=True)).reshape(-1, 2)
+            columns = np.full(len(change), episode), change[:, 0], change[:, 1] - change[:, 0]
+            runs.append(np.stack(columns, axis=1))
         return np.concatenate(runs)
 
-    runs = np.concatenate(in_threads(meta, episodes, runs_in_file))
+    def all_of_file(file: dict[str, Any]) -> np.ndarray:
+        return np.stack([file["episodes"], np.zeros_like(file["episodes"]), file["lengths"]], axis=1)
+
+    unreadable = ("no idle frame is looked for in", all_of_file) if skip_unreadable else None
+    runs = np.concatenate(in_threads(meta, episodes, runs_in_file, unreadable))
     return runs[np.lexsort((runs[:, 1], runs[:, 0]))]

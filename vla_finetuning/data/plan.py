@@ -30,7 +30,7 @@ import bisect
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,10 +60,6 @@ class Episodes:
     def take(self, at: Any) -> Episodes:
         """Return the entries at `at`, anything that indexes an array."""
         return Episodes(self.dataset_index[at], self.episode_index[at], self.start[at], self.length[at])
-
-    def cut(self, first: np.ndarray, length: np.ndarray) -> Episodes:
-        """Return ranges of the entries: `length` frames, int64 (E,), from `first` frames after `start`."""
-        return replace(self, start=self.start + first, length=length)
 
 
 @dataclass(frozen=True)

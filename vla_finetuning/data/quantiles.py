@@ -24,7 +24,6 @@ from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.relative_actions import ACTION, STATE, RelativeActions, check_relative, relative_chunks
 from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, files_of, in_threads
-from vla_finetuning.data.storage import check_still_there
 
 # Most values that are counted in one pass (256 MiB of counts at most).
 ONE_PASS_VALUES = 2**23
@@ -307,31 +306,23 @@ def _pass(
     read |= {feature.key: feature for feature in (() if movement is None else movement.features)}
     starts = np.cumsum([0, *(_width(features[key]) for key in names)]).tolist()
 
-    fs, root = source.meta.fs, source.meta.root
-
     def count_file(file: dict[str, Any]) -> Tally:
         tallies: list[Tally] = []
-        try:
-            for _, arrays in episode_arrays(fs, features=list(read.values()), **file):
-                rows = {key: _vectors(arrays[f.key], f).astype(np.float32) for key, f in features.items()}
-                per_frame = dict.fromkeys(rows, 1)
-                if relative is not None:
-                    rows[ACTION] = relative_chunks(rows[ACTION], rows[STATE], relative)
-                    per_frame[ACTION] = relative.chunk_size
-                if movement is not None:
-                    moving = ~movement.idle(arrays)
-                    # Chunks begin at an episode's first frames.
-                    rows = {k: v[np.repeat(moving, per_frame[k])[: len(v)]] for k, v in rows.items()}
-                tallies += [
-                    count_values(rows[key], start, coarse=coarse, within=within)
-                    for key, start in zip(names, starts, strict=False)
-                ]
-        except (ValueError, FileNotFoundError) as error:  # StorageError passes: the file may be intact
-            if not skip_unreadable:
-                raise
-            check_still_there(fs, root, [file["path"]])
-            _logger.warning("dataset %s: statistics are computed without %s: %s", root, file["path"], error)
-            tallies = []
+        for _, arrays in episode_arrays(source.meta.fs, features=list(read.values()), **file):
+            rows = {key: _vectors(arrays[f.key], f).astype(np.float32) for key, f in features.items()}
+            per_frame = dict.fromkeys(rows, 1)
+            if relative is not None:
+                rows[ACTION] = relative_chunks(rows[ACTION], rows[STATE], relative)
+                per_frame[ACTION] = relative.chunk_size
+            if movement is not None:
+                moving = ~movement.idle(arrays)
+                # Chunks begin at an episode's first frames.
+                rows = {k: v[np.repeat(moving, per_frame[k])[: len(v)]] for k, v in rows.items()}
+            tallies += [
+                count_values(rows[key], start, coarse=coarse, within=within)
+                for key, start in zip(names, starts, strict=False)
+            ]
         return Tally.merge(tallies)
 
-    return Tally.merge(in_threads(source.meta, source.episodes, count_file))
+    unreadable = ("statistics are computed without", lambda _: Tally.merge([])) if skip_unreadable else None
+    return Tally.merge(in_threads(source.meta, source.episodes, count_file, unreadable))

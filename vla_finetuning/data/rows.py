@@ -253,7 +253,8 @@ def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
         if key == "index" or features[key].counted:
             values = counted[key]
         else:
-            values = features[key].values({column.key: arrays[column] for column in row_columns[key]})
+            stored = {column.key: arrays[column] for column in row_columns[key]}
+            values = features[key].values(stored, len(frame))
         if (order := features[key].order) is not None:
             values = values[:, list(order)]
         for e in members:

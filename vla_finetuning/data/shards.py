@@ -133,7 +133,9 @@ class ShardedPlan:
             raise ValueError("shards have no stored order: their rows are shuffled; give a shuffle seed")
         count = sharding.count
         piece, first, length, shard = divide(episodes.dataset_index, episodes.length, weight, count, cut_at, roots)
-        self.episodes, self.seed, self.sharding = episodes.take(piece).cut(first, length), seed, sharding
+        pieces = episodes.take(piece)
+        self.episodes = replace(pieces, start=pieces.start + first, length=length)
+        self.seed, self.sharding = seed, sharding
         self._bounds = np.searchsorted(shard, np.arange(count + 1)).tolist()
         self._shards = []
         for number in range(count):

@@ -24,6 +24,7 @@ import numpy as np
 
 from vla_finetuning.data.dataset import EPISODE, DatasetMetadata, Feature
 from vla_finetuning.data.parquet_columns import Column, DataFile, Span, read_numbers
+from vla_finetuning.data.storage import check_still_there
 from vla_finetuning.files import write_json
 
 Stats = dict[str, dict[str, np.ndarray]]
@@ -122,7 +123,7 @@ def episode_arrays(
                 f"{np.unique(index)[:5].tolist()}: the file and meta/episodes do not belong together; rebuild the "
                 "dataset"
             )
-        data = {feature.key: feature.values(stored) for feature in features}
+        data = {feature.key: feature.values(stored, len(span)) for feature in features}
         for key, array in data.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 frame = int(np.flatnonzero(~np.isfinite(array).reshape(len(span), -1).all(axis=1))[0])
@@ -170,11 +171,31 @@ def compute_as_lerobot(meta: DatasetMetadata, keys: Sequence[str], episodes: np.
     return {key: stats[feature.key] for key, feature in features.items()}
 
 
-def in_threads[T](meta: DatasetMetadata, episodes: np.ndarray, describe: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Call `describe` on each file of `files_of`, in threads. Its ValueError and OSError get the dataset's name."""
+def in_threads[T](
+    meta: DatasetMetadata,
+    episodes: np.ndarray,
+    describe: Callable[[dict[str, Any]], T],
+    unreadable: tuple[str, Callable[[dict[str, Any]], T]] | None = None,
+) -> list[T]:
+    """Call `describe` on each file of `files_of`, in threads. Its ValueError and OSError get the dataset's name.
+
+    With `unreadable`, a consequence and a function, warn of the consequence for a file that cannot be read, and call
+    the function on it instead.
+    """
+
+    def describe_or_skip(file: dict[str, Any]) -> T:
+        try:
+            return describe(file)
+        except (ValueError, FileNotFoundError) as error:  # StorageError passes: the file may be intact
+            if unreadable is None:
+                raise
+            check_still_there(meta.fs, meta.root, [file["path"]])
+            _logger.warning("dataset %s: %s %s: %s", meta.root, unreadable[0], file["path"], error)
+            return unreadable[1](file)
+
     with ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0)))) as pool:
         try:
-            return list(pool.map(describe, files_of(meta, episodes)))
+            return list(pool.map(describe_or_skip, files_of(meta, episodes)))
         except (ValueError, OSError) as error:
             raise type(error)(f"dataset {meta.root}: {error}") from error
 
@@ -220,7 +241,7 @@ def digest(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray, met
 def stored_as(feature: Feature) -> list[Any]:
     """Return the columns of a feature, as described in digests."""
     columns = [[column.key, column.dtype, column.shape] for column in feature.columns]
-    return columns if feature.joined else columns[0]
+    return columns[0] if feature.joined is None else columns
 
 
 def _listing(meta: DatasetMetadata) -> list[list[str]]:

@@ -313,8 +313,8 @@ class RemoteFile(io.RawIOBase):
         blocks: dict[int, bytes | None] = dict.fromkeys(range(first, last))
         if cache is not None:
             for n in blocks:
-                cached = bytearray(self._end(n) - n * BLOCK_BYTES)
-                blocks[n] = bytes(cached) if cache[0].read(cache[1] / str(n), cached) else None
+                cached = cache[0].map(cache[1] / str(n))
+                blocks[n] = None if cached is None else cached.to_pybytes()
         if missing := [n for n, block in blocks.items() if block is None]:
             start = missing[0] * BLOCK_BYTES
             data = self._fetch(start, self._end(missing[-1]))
