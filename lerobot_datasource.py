@@ -32,8 +32,9 @@ from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMe
 from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.disk_cache import FrameCache
 from vla_finetuning.data.features import check_image_size, common_features, resolve_delta_indices
+from vla_finetuning.data.frames import frame_ranges_of
 from vla_finetuning.data.metadata import check_readable, key_frame_rows, load_metadata
-from vla_finetuning.data.options import WINDOW_SEGMENTS, Features, FrameRanges, Order, Reading, Selection
+from vla_finetuning.data.options import WINDOW_SEGMENTS, Features, Order, Reading, Selection
 from vla_finetuning.data.plan import StreamPlan, at_blocks, window_and_segment
 from vla_finetuning.data.read_tasks import ReadFunction, planned_episodes, reads_per_task
 from vla_finetuning.data.reader import ReadOptions, for_read_tasks, frame_spec
@@ -119,7 +120,7 @@ class LeRobotDatasource(Datasource):
             order.shuffle_window, READ_BYTES // self.row_bytes(), SEGMENT_ROWS, segments, cut_at
         )
         if ranges is None:
-            ranges = [FrameRanges.whole(*both) for both in zip(self.metas, selected, strict=True)]
+            ranges = [frame_ranges_of(*both) for both in zip(self.metas, selected, strict=True)]
         planned, weight = planned_episodes(self.metas, ranges)
         plan = partial(
             StreamPlan,

@@ -24,7 +24,6 @@ from tests import clusters
 from tests.datasets import add_subtasks, datasource, edit_json, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import rows as lerobot_rows
-from vla_finetuning.data import safe_parquet
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.plan import _Source
 from vla_finetuning.data.read_tasks import BlockShare, reads_per_task
@@ -673,33 +672,6 @@ def test_arguments_that_do_not_fit(roots, rows_here):
                 read_lerobot(roots["rollover"], **{name: value})
     source = read_lerobot(roots["rollover"], frame_cache="~/frames")
     assert source._reading.frame_cache.folder == os.path.expanduser("~/frames")
-
-
-def test_a_column_whose_name_begins_others(tmp_path):
-    """As the vectors of LeRobot's port_droid.py, in one row group, as its conversion writes them."""
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
-    vectors = {"action.joint_position": 7, "action.original": 7, "action": 8, "action.gripper_velocity": 1}
-    vectors |= {"observation.state.joint_position": 7, "observation.state": 8}
-    features = {key: {"dtype": "float32", "shape": (width,), "names": None} for key, width in vectors.items()}
-    dataset = LeRobotDataset.create("local/droid", fps=15, features=features, root=tmp_path / "droid", use_videos=False)
-    rng, length = np.random.default_rng(0), 500
-    for _ in range(length):
-        row = {key: rng.normal(size=width).astype(np.float32) for key, width in vectors.items()}
-        dataset.add_frame(row | {"task": "pick up the bottle"})
-    dataset.save_episode()
-    dataset.finalize()
-    meta, items = load_metadata(dataset.root), lerobot(dataset.root)
-    (rows,) = datasource([meta]).read_rows(range(length), length)
-    for i in (0, 234, length - 1):
-        assert_same_row({key: values[i] for key, values in rows.items()}, items[i], meta)
-    # Only what is asked for is unpacked.
-    path = f"{meta.base}/{meta.data_files[0]}"
-    with safe_parquet.open_parquet(meta.fs, path) as file:
-        assert file.metadata.num_row_groups == 1
-        budget = safe_parquet.Budget("rows", 2**30)
-        assert safe_parquet.read_columns(file, ["action"], budget).column_names == ["action"]
-        assert budget.taken < 1.5 * length * 8 * 4
 
 
 @pytest.mark.parametrize("cpus, threads", [(0.5, 1), (3, 3)])

@@ -88,9 +88,8 @@ def test_a_file_may_spell_a_dataset_in_two_ways(metas, tmp_path):
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ("grade", r"dataset .*/a: meta/episodes/.*=grade names .* it is not there; those are \[.*'quality', 'success'"),
-        ("operator", "=operator names a column of numbers, and it is of type"),
-        ("stats/action/max", "names a column of numbers, and it is of type"),
+        ("grade", r"dataset .*/a: .*=grade: meta/episodes/.*grade is not there, .*those are \[.*'quality', 'success'"),
+        ("operator", "operator is of type string, expected a column of numbers"),
         ("holes", "the weight of episode 4 is nan, expected a number from 0 .* 1 of 6 episodes"),
     ],
 )

@@ -24,7 +24,6 @@ from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.rows import read_rows
 from vla_finetuning.files import read_regular
-from vla_finetuning.report import dataset_look
 from vla_finetuning.report.dataset_look import look_at
 
 LENGTHS = (6, 4, 9)
@@ -159,24 +158,6 @@ def test_a_look_at_large_images_holds_them_small(root):
     with takes_at_most(200):
         look = look_at(meta)
     assert {moment.images[camera].shape for moment in look.sheet} == {(360, 640, 3)}
-
-
-def test_a_look_holds_few_rows_of_wide_features(root, monkeypatch):
-    """A feature of many numbers a row, all zero, takes nothing in a file."""
-    wide = 2**16
-
-    def change(info):
-        info["features"] = {k: v for k, v in info["features"].items() if v["dtype"] != "video"}
-        info["features"]["observation.wide"] = {"dtype": "float32", "shape": [wide], "names": None}
-
-    edit_json(root / "meta/info.json", change)
-    for path in root.glob("data/*/*.parquet"):
-        table = pq.read_table(path)
-        zeros = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(wide * len(table), np.float32)), wide)
-        pq.write_table(table.append_column("observation.wide", zeros), path)
-    monkeypatch.setattr(dataset_look, "SAMPLE_BYTES", 4 * 4 * wide)
-    look = look_at(load_metadata(root))
-    assert 1 <= look.rows <= 4
 
 
 @pytest.mark.parametrize("side", [9_000, 14_000])

@@ -102,6 +102,18 @@ def copied(v21, tmp_path):
 WINDOWS = {"action": [0.0, 0.1, 0.2], "observation.state": [-0.1, 0.0], "observation.images.top": [-0.1, 0.0]}
 
 
+def assert_rows(rows, dataset, keys):
+    """Every row, its instruction and its frames are those of LeRobot's `dataset`."""
+    assert len(dataset) == len(rows["index"]) == sum(LENGTHS)
+    for i in range(len(dataset)):
+        row = dataset[i]
+        assert rows["task"][i] == row["task"]
+        for key in ("action", "observation.state", "timestamp", "episode_index", "index", *keys):
+            np.testing.assert_array_equal(rows[key][i], row[key].numpy())
+        for key in CAMERAS:
+            np.testing.assert_array_equal(rows[key][i], np.moveaxis(row[key].numpy(), -3, -1))
+
+
 @pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
 def test_rows_are_those_of_lerobots_conversion(v21, converted, windows):
     root, total = v21, sum(LENGTHS)
@@ -112,14 +124,7 @@ def test_rows_are_those_of_lerobots_conversion(v21, converted, windows):
     check_files(meta)
     source = datasource([meta], delta_timestamps=windows)
     (rows,) = source.read_rows(range(total), total)
-    assert len(dataset) == total
-    for i in range(total):
-        row = dataset[i]
-        assert rows["task"][i] == row["task"]
-        for key in ("action", "observation.state", "timestamp", "episode_index", "frame_index", "index"):
-            np.testing.assert_array_equal(rows[key][i], row[key].numpy())
-        for key in CAMERAS:
-            np.testing.assert_array_equal(rows[key][i], np.moveaxis(row[key].numpy(), -3, -1))
+    assert_rows(rows, dataset, ["frame_index"])
 
 
 def without_column(root, name):
@@ -136,13 +141,7 @@ def test_rows_without_frame_index(v3, tmp_path):
     v20 = as_v2(lacking, tmp_path / "v20", "v2.0")
     windows = WINDOWS | {"frame_index": [-0.1, 0.0]}
     (rows,) = datasource([load_metadata(v20)], delta_timestamps=windows).read_rows(range(total), total)
-    for i in range(total):
-        row = theirs[i]
-        assert rows["task"][i] == row["task"]
-        for key in ("action", "observation.state", "timestamp", "episode_index", "index"):
-            np.testing.assert_array_equal(rows[key][i], row[key].numpy())
-        for key in CAMERAS:
-            np.testing.assert_array_equal(rows[key][i], np.moveaxis(row[key].numpy(), -3, -1))
+    assert_rows(rows, theirs, [])
     place = np.concatenate([np.arange(length) for length in LENGTHS])
     assert rows["frame_index"].tolist() == np.stack([np.maximum(place - 1, 0), place], 1).tolist()
     # Beside datasets that have it, and without `index`, too.

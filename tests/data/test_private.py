@@ -4,7 +4,6 @@ Another user is one whose number the process's own is not: what is this user's t
 """
 
 import os
-import shutil
 import threading
 from pathlib import Path
 
@@ -73,17 +72,6 @@ def test_a_cache_follows_no_link(tmp_path, kind):
     cache.write(content / "0", b"block")
     assert (cache.map(content / "0") is not None) == (kind == "file")  # which replaces the link
     assert victim.read_bytes() == b"as it was"
-
-
-def test_a_cache_reads_nothing_where_others_write(tmp_path, caplog):
-    folder = tmp_path / "cache"
-    cache = opened(folder)
-    cache.write(cache.content("robots", "robots/arm", "content") / "0", b"block")
-    moved = shutil.copytree(folder, tmp_path / "open/cache")
-    moved.parent.chmod(0o777)
-    for place, found in ((folder, True), (moved, False)):
-        assert (opened(place).content("robots", "robots/arm", "content") is not None) == found
-    assert "anybody may write there" in caplog.text
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770])

@@ -107,6 +107,15 @@ def test_texts_of_every_form_come_out_as_they_are(tmp_path):
     assert some["text"].to_pylist() == ["go", "go", "go"]
 
 
+def test_a_column_whose_name_begins_others(tmp_path):
+    """DROID has `action` beside `action.original`: only what is wanted is unpacked."""
+    values = pa.FixedSizeListArray.from_arrays(pa.array(np.random.default_rng(0).random(4000)), 8)
+    pq.write_table(pa.table({"action.original": values, "action": values}), tmp_path / "data.parquet")
+    budget = Budget("rows", 2**30)
+    assert read(tmp_path / "data.parquet", ["action"], budget).column_names == ["action"]
+    assert budget.taken < 1.5 * values.nbytes
+
+
 @pytest.mark.parametrize("column", ["text", "image", "language"])
 def test_texts_count_as_often_as_they_are_there(tmp_path, column):
     """A text of 1000 letters, 900 times: in the file it is there once."""

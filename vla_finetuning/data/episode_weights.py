@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.csv
 from fsspec.implementations.local import LocalFileSystem
 
-from vla_finetuning.data import metadata_v2
 from vla_finetuning.data.dataset import DatasetMetadata
 from vla_finetuning.data.limits import MAX_EPISODES_BYTES
-from vla_finetuning.data.metadata_v3 import episode_files
+from vla_finetuning.data.metadata import tables_of
+from vla_finetuning.data.metadata_v3 import as_float64, is_number
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 
 FLAG = "--dataset.episode_weights"
@@ -95,39 +95,13 @@ def episode_values(
 
 def _read_column(meta: DatasetMetadata, name: str) -> np.ndarray:
     """Return a column of meta/episodes, float64 (E,): NaN for an empty value, 0 for a number without an episode."""
+    try:
+        index, values = tables_of(meta.codebase_version).read_column(meta.fs, meta.base, name)
+    except ValueError as error:
+        raise ValueError(f"dataset {meta.root}: {FLAG}={name}: {error}; a file is given as @FILE") from error
     weight = np.zeros(meta.num_episodes)
-    if meta.codebase_version in metadata_v2.VERSIONS:
-        try:
-            index, weight_of = metadata_v2.read_column(meta.fs, meta.base, name)
-        except ValueError as error:
-            raise ValueError(f"dataset {meta.root}: {FLAG}={name}: {error}; a file is given as @FILE") from error
-        weight[index] = weight_of
-        return weight
-    budget = Budget("episodes", MAX_EPISODES_BYTES)
-    for path in episode_files(meta.fs, meta.base):
-        label = f"dataset {meta.root}: {path}"
-        with open_parquet(meta.fs, f"{meta.base}/{path}", name=label) as file:
-            kinds = {field.name: field.type for field in file.schema_arrow}
-            usable = sorted(key for key, column_type in kinds.items() if _is_number(column_type) and "/" not in key)
-            if name not in kinds or not _is_number(kinds[name]):
-                state = f"is of type {kinds[name]}" if name in kinds else "is not there"
-                raise ValueError(
-                    f"{label}: {FLAG}={name} names a column of numbers, and it {state}; those are {usable!s:.300}; a "
-                    "file is given as @FILE"
-                )
-            part = read_columns(file, ["episode_index", name], budget)
-        weight[_numbers(part["episode_index"]).astype(np.int64)] = _numbers(part[name])
+    weight[index] = values
     return weight
-
-
-def _is_number(column_type: pa.DataType) -> bool:
-    return pa.types.is_integer(column_type) or pa.types.is_floating(column_type) or pa.types.is_boolean(column_type)
-
-
-def _numbers(column: pa.ChunkedArray) -> np.ndarray:
-    if pa.types.is_boolean(column.type):
-        column = column.cast(pa.int8())
-    return column.cast(pa.float64(), safe=False).to_numpy()
 
 
 # {root: (episode numbers, int64 (N,), and values, float64 (N,))}; the root is "" if the file names no dataset.
@@ -180,9 +154,9 @@ def _by_root(rows: pa.Table, named: Callable[[str], str], column: str) -> Values
     for name in ("episode_index", column):
         if name not in rows.column_names:
             raise ValueError(f"found the columns {rows.column_names!s:.200}")
-        if not _is_number(rows[name].type):
+        if not is_number(rows[name].type):
             raise ValueError(f"column {name} is of type {rows[name].type}")
-    number, value = _numbers(rows["episode_index"]), _numbers(rows[column])
+    number, value = as_float64(rows["episode_index"]), as_float64(rows[column])
     if not (number == np.rint(number)).all():
         raise ValueError("an episode_index is no whole number")
     number = number.astype(np.int64)

@@ -100,7 +100,7 @@ def load_metadata(
             robot_type = None
         video_keys = [key for key, feature in features.items() if feature.dtype == "video"]
         stats = _read_stats(fs, base, version, not_read)
-        tables = metadata_v2 if version in metadata_v2.VERSIONS else metadata_v3
+        tables = tables_of(version)
         tasks = tables.read_tasks(fs, base)
         table = tables.read_episodes(fs, base, video_keys)
         episode_tasks = table.known_tasks(set(tasks.values()), tables.EPISODES_PATH, not_read)
@@ -145,6 +145,11 @@ def load_metadata(
         broken=table.broken,
         not_read=tuple(not_read),
     )
+
+
+def tables_of(version: str) -> Any:
+    """Return the module that reads the tables of a version of the format: `metadata_v2` or `metadata_v3`."""
+    return metadata_v2 if version in metadata_v2.VERSIONS else metadata_v3
 
 
 def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:

@@ -118,6 +118,31 @@ def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: list[str
     return EpisodeTable({name: np.concatenate(parts.pop(name)) for name in names}, tasks, broken)
 
 
+def read_column(fs: fsspec.AbstractFileSystem, base: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read the episode numbers, int64 (N,), and a column of numbers, float64 (N,), of `meta/episodes`."""
+    parts, budget = [], Budget("episodes", MAX_EPISODES_BYTES)
+    for path in episode_files(fs, base):
+        with open_parquet(fs, f"{base}/{path}", name=path) as file:
+            kinds = {field.name: field.type for field in file.schema_arrow}
+            if name not in kinds or not is_number(kinds[name]):
+                state = f"is of type {kinds[name]}" if name in kinds else "is not there"
+                usable = sorted(key for key, kind in kinds.items() if is_number(kind) and "/" not in key)
+                raise ValueError(f"{path}: {name} {state}, expected a column of numbers; those are {usable!s:.300}")
+            parts.append(read_columns(file, ["episode_index", name], budget))
+    index, values = (np.concatenate([as_float64(part[key]) for part in parts]) for key in ("episode_index", name))
+    return index.astype(np.int64), values
+
+
+def is_number(column_type: pa.DataType) -> bool:
+    return pa.types.is_integer(column_type) or pa.types.is_floating(column_type) or pa.types.is_boolean(column_type)
+
+
+def as_float64(column: pa.ChunkedArray) -> np.ndarray:
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.int8())
+    return column.cast(pa.float64(), safe=False).to_numpy()
+
+
 def _read_file(fs: fsspec.AbstractFileSystem, base: str, path: str, names: list[str], budget: Budget) -> pa.Table:
     """Read the columns `names` of a file of `meta/episodes`, and `tasks` if present."""
     with open_parquet(fs, f"{base}/{path}", name=path) as file:

@@ -9,7 +9,6 @@ from typing import get_args
 
 import numpy as np
 
-from vla_finetuning.data.dataset import DatasetMetadata
 from vla_finetuning.data.disk_cache import FrameCache
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.options.dataset import DatasetOptions, OnError
@@ -27,12 +26,6 @@ class FrameRanges:
     frames: np.ndarray  # number of frames, int64 (S,), positive
     weight: np.ndarray | None  # mean repetitions per epoch, float64 (S,); None for 1
     moving: int  # number of frames of `episodes` that are not idle, with those dropped at their ends
-
-    @classmethod
-    def whole(cls, meta: DatasetMetadata, episodes: np.ndarray) -> FrameRanges:
-        """Return all frames of some episodes (int64, ascending)."""
-        frames = meta.episode_length[episodes]
-        return cls(episodes, np.zeros_like(episodes), frames, None, int(frames.sum()))
 
     @property
     def episodes(self) -> np.ndarray:
