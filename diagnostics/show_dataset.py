@@ -39,7 +39,7 @@ from vla_finetuning.plan import look as run_look
 from vla_finetuning.plan.labels import show_labels
 from vla_finetuning.plan.mixture_look import describe_texts, look_at_mixture
 from vla_finetuning.plan.names import with_names
-from vla_finetuning.report.augmented_frames import augmented, config_of
+from vla_finetuning.report.augmented_frames import augmented
 from vla_finetuning.report.dataset_look import look_at
 from vla_finetuning.report.episode_scores import score_episodes
 from vla_finetuning.report.page import write_dataset_page
@@ -84,7 +84,7 @@ def show_dataset(options: argparse.Namespace) -> None:
         (meta,) = with_names([meta], options.rename_map, state, observations=True)
     look, scores = look_at(meta, lambda *sample: run_look.look_at(*sample).problems), None
     if options.augmentation:
-        look = replace(look, sheet=augmented(look.sheet, config_of(AUGMENTATIONS[options.augmentation])))
+        look = replace(look, sheet=augmented(look.sheet, AUGMENTATIONS[options.augmentation]))
     selection = describe_selection(meta, options.skip_idle, options.episode_weights)  # fails before the slow scoring
     dotted = vars(options)
     tokenizer, file = dotted["train.action_tokenizer"], dotted["recap.labels"]

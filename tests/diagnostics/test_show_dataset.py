@@ -21,7 +21,7 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.labels import write_labels
 from vla_finetuning.policies.action_tokens import ActionTokenizer
 from vla_finetuning.report import dataset_look
-from vla_finetuning.report.augmented_frames import EPOCHS_SHOWN, augmented, config_of
+from vla_finetuning.report.augmented_frames import EPOCHS_SHOWN, augmented
 from vla_finetuning.report.dataset_look import look_at, ranges_of, sample_episodes
 from vla_finetuning.report.episode_scores import MEDIANS, score_episodes
 from vla_finetuning.report.page import look_at_datasets
@@ -472,8 +472,7 @@ def test_how_far_the_next_state_is_from_the_action(tmp_path):
 @pytest.mark.parametrize("kind", ["openpi", "lerobot"])
 def test_augmented_frames_are_shown_below_the_frame(clean, kind, shown):
     sheet = look_at(load_metadata(clean)).sheet
-    config = config_of(show_dataset.AUGMENTATIONS[kind])
-    for before, after in zip(sheet, augmented(sheet, config), strict=True):
+    for before, after in zip(sheet, augmented(sheet, show_dataset.AUGMENTATIONS[kind]), strict=True):
         for key, frame in before.images.items():
             pictures = after.images[key].reshape(1 + EPOCHS_SHOWN, *frame.shape)
             assert pictures.dtype == np.uint8 and np.array_equal(pictures[0], frame)
@@ -483,8 +482,8 @@ def test_augmented_frames_are_shown_below_the_frame(clean, kind, shown):
 
 def test_a_runs_report_shows_what_its_own_options_make_of_frames(clean, tmp_path):
     write_json(tmp_path / "run.json", {"datasets": [{"root": str(clean)}]})
-    for options, said in ((Config(), False), (config_of(show_dataset.AUGMENTATIONS["openpi"]), True)):
-        write_json(tmp_path / "config.json", options.to_json())
+    for saved, said in ((Config().to_json(), False), (show_dataset.AUGMENTATIONS["openpi"], True)):
+        write_json(tmp_path / "config.json", saved)
         (drawn,) = look_at_datasets(tmp_path)
         assert drawn["augmented"] is said
         assert len({image["uri"] for image in next(iter(drawn["images"].values()))}) > 1

@@ -22,6 +22,8 @@ from vla_finetuning.data.statistics import STATISTICS, complete_stats, digest, e
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.names import proposed_names, with_names
+from vla_finetuning.plan.record import record_run
+from vla_finetuning.report.page import look_at_datasets
 
 # As openpi's LIBERO example calls them.
 OWN = {
@@ -156,6 +158,14 @@ def test_the_look_at_a_dataset_takes_names_too(settings, tmp_path, capsys):
     assert all(name in page.read_text() for name in ("observation.images.left_w", "n.joints"))
     assert show_dataset([root, "--rename_map", '{"stat": "a"}', "--output", str(page)]) == 2
     assert "did you mean state?" in capsys.readouterr().err
+
+
+def test_a_runs_report_looks_at_what_it_trains_on(settings, split, tmp_path):
+    for setting, names in ((settings[1], {"rename_map": MAP}), (split, JOINED)):
+        run = resolved(setting, output_dir=tmp_path, **names)
+        record_run(run.job, run.policy, "", {}, run.rows)
+        (drawn,) = look_at_datasets(tmp_path)
+        assert drawn["look"].ranges.keys() == {"observation.state", "action"}
 
 
 def test_a_state_in_several_features_is_that_of_one(settings, split):

@@ -7,11 +7,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 import value
-from tests.buckets import Bucket, forget, runs_bucket
+from tests.buckets import forget, runs_bucket
 from tests.datasets import make_dataset
 from tests.in_process import RunRows, tasks_here, train
 from tests.tiny import make_base
@@ -21,6 +20,8 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args, parse_value
 from vla_finetuning.plan.labels import read_labels
 from vla_finetuning.plan.resolve import resolve
+from vla_finetuning.report import figures
+from vla_finetuning.report import values as section
 from vla_finetuning.report.page import write_report
 from vla_finetuning.rl import values
 from vla_finetuning.rl.judging import Judge
@@ -28,7 +29,6 @@ from vla_finetuning.rl.returns import advantages, episode_returns, label_positiv
 from vla_finetuning.rl.values import describe_value, label_frames, resolve_value, score_labels
 from vla_finetuning.run.checkpoint import TRAINABLE, checkpoint_names, latest_checkpoint
 from vla_finetuning.run.exported import LABELS_NAME
-from vla_finetuning.run.folder import FILMS, VALUES_NAME
 from vla_finetuning.training.model import build_model, build_optimizer, make_prepare
 
 EPISODES, SUCCESS = (6, 5, 9, 3, 7, 4), (1, 0, 1, 0, 1, 0)
@@ -115,7 +115,12 @@ def test_labels_and_shown_episodes_of_any_values(setting, chosen, tmp_path, monk
     positive = label_positive(advantage, task, np.zeros(len(task), bool), 0.3)
     np.testing.assert_array_equal(found["positive"], positive)
 
-    said = json.loads((tmp_path / "run" / VALUES_NAME).read_text())
+    drawn, strips = [], []
+    monkeypatch.setattr(figures, "to_svg", lambda figure, label: drawn.extend(figure.axes) or "")
+    monkeypatch.setattr(figures, "to_data_uri", lambda strip, width: strips.append(strip) or "")
+    shown = section.values_section(tmp_path / "run")
+    assert shown["problem"] is None
+    said = {"labels": json.loads(pq.read_schema(tmp_path / "run" / LABELS_NAME).metadata[b"scores"])}
     of_success = np.repeat(success, length)
     assert said["labels"]["frames"] == len(positive) and said["labels"]["positive"] == pytest.approx(positive.mean())
     assert said["labels"]["positive_of_successes"] == pytest.approx(positive[of_success].mean())
@@ -126,15 +131,16 @@ def test_labels_and_shown_episodes_of_any_values(setting, chosen, tmp_path, monk
         assert said["labels"][f"auroc_last_{name}"] == (pytest.approx(np.mean(pairs)) if pairs else None)
     # Failures first, of each outcome those held out first, and at most three.
     order = sorted(range(len(chosen)), key=lambda n: (success[n], chosen[n] not in held_out))
-    assert [shown["episode"] for shown in said["episodes"]] == [chosen[n] for n in order]
-    for shown, n in zip(said["episodes"], order, strict=True):
+    outcomes = {n: "success" if success[n] else "failure" for n in order}
+    assert [(episode["title"], episode["instruction"]) for episode in shown["episodes"]] == [
+        (f"episode {chosen[n]}, {outcomes[n]}", instruction[n]) for n in order
+    ]
+    for axes, strip, n in zip(drawn[:-1], strips, order, strict=True):  # then that of all advantages
         frames = slice(length[:n].sum(), length[: n + 1].sum())
-        assert (shown["success"], shown["instruction"], shown["fps"]) == (success[n], instruction[n], meta.fps)
-        for name in ("value", "return", "advantage"):
-            np.testing.assert_array_equal(shown[name], found[name][frames], err_msg=name)
-        with Image.open(tmp_path / "run" / FILMS / shown["file"]) as strip:
-            shows = min(values.SHOWN_FRAMES, length[n])
-            assert strip.width / strip.height == pytest.approx(shows * 40 / 32, rel=0.02)
+        for line, name in zip(axes.lines, ("value", "return"), strict=True):
+            np.testing.assert_array_equal(line.get_ydata(), found[name][frames], err_msg=name)
+            np.testing.assert_allclose(line.get_xdata(), np.arange(length[n]) / meta.fps)
+        assert strip.shape == (32, 40 * min(section.SHOWN_FRAMES, length[n]), 3)
 
 
 def test_the_longest_episode_of_a_task_is_over_all_datasets_and_used_episodes():
@@ -229,7 +235,6 @@ def test_labels_in_a_bucket_are_those_on_the_disk(finished, setting, tmp_path, m
         learns = resolve(parse_args([f"--{key}={value}" for key, value in options.items()]), gpus_found=0)
         frames = {"dataset_index": np.zeros(len(found), np.int64), "index": np.arange(len(found))}
         np.testing.assert_array_equal(learns.rows.positive(frames), found)
-        assert sum(name.startswith("films/value-0-") for name in Bucket("s3://runs/value").names()) == 6
         with pytest.raises(FileNotFoundError, match="s3://runs/none/labels.parquet: no such file; python value.py"):
             read_labels(as_file("s3://runs/none/labels.parquet"), [meta], [everything])
 
@@ -237,7 +242,7 @@ def test_labels_in_a_bucket_are_those_on_the_disk(finished, setting, tmp_path, m
 def test_the_report_shows_curves_beside_frames(finished):
     text = write_report(finished).read_text()
     assert "Values and labels" in text and "auroc_last_held_out" in text
-    assert text.count("data:image/webp") == 6  # three episodes of each outcome
+    assert text.count('class="film" src="data:image/jpeg') == 6  # three episodes of each outcome
     assert "episode 5, failure" in text
 
 

@@ -210,7 +210,7 @@ def test_values_and_what_is_learned_from_their_labels(setting, cluster):
     argv = flags(setting, there, steps=2, save_freq=1, **{"outcome.success": f"@{folder / 'outcomes.json'}"})
     argv = [flag for flag in argv if not flag.startswith(("--train.mode", "--lr", "--run.record"))]
     assert value.main([*argv, "--value.horizon=3", "--dataset.eval_split=0"]) == 0
-    assert {"labels.parquet", "values.json", "report.html", "finished.json"} <= Bucket(there).names()
+    assert {"labels.parquet", "report.html", "finished.json"} <= Bucket(there).names()
     learned, meta = "s3://runs/learned_from_labels", load_metadata(root)
     words = [*meta.tasks.values(), "Advantage: positive", "Advantage: negative"]
     told = make_base(folder / "told", meta, chunk_size=8, tasks=words)

@@ -78,7 +78,7 @@ def test_an_advantage_that_was_recorded_is_not_said_twice(tmp_path):
     assert facts["instructions"] == sorted(TEXTS) and facts["instructions_end_with"] == ADVANTAGE[True]
     (meta,) = unlabelled.rows.metas  # without labels of its own, a run trains on the texts as they are
     assert set(meta.tasks.values()) == set(recorded) and "not read" not in describe(unlabelled)
-    shown, _ = show_labels(setting[0] / "labels.parquet", meta)
+    shown, *_ = show_labels(setting[0] / "labels.parquet", meta)
     assert [line.split("  ")[-1] for line in shown[2:]] == list(TEXTS)
 
 

@@ -1,14 +1,14 @@
 """Write and read labels of frames: `value.py` writes them, `vla.py --recap.labels` reads them.
 
 A parquet file has one row per frame: `dataset` (its root), `episode_index`, `frame_index`, `success` of the episode,
-`intervention`, `return`, `value`, `advantage`, and the label `positive`.
+`intervention`, `return`, `value`, `advantage`, and the label `positive`; and, as JSON in its metadata, `scores`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +27,7 @@ from vla_finetuning.run.exported import LABELS_NAME
 
 FLAG = "--recap.labels"
 COLUMNS = ("dataset", "episode_index", "frame_index", "positive")
-SHOWN, BINS_SHOWN = ("advantage", "success"), 40
+SHOWN = ("advantage", "success")
 
 
 def write_labels(
@@ -35,6 +35,7 @@ def write_labels(
     metas: Sequence[DatasetMetadata],
     episodes: Sequence[np.ndarray],
     columns: Mapping[str, np.ndarray],
+    scores: Mapping[str, float | None] | None = None,
 ) -> None:
     """Write one row for each frame of `episodes` per dataset, atomically; `columns` are (F,), with `positive`."""
     root, episode, frame = [], [], []
@@ -45,7 +46,7 @@ def write_labels(
         frame.append(np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length))
     names = pa.DictionaryArray.from_arrays(np.concatenate(root), pa.array([meta.root for meta in metas]))
     index_columns = {"dataset": names, "episode_index": np.concatenate(episode), "frame_index": np.concatenate(frame)}
-    table = pa.table({**index_columns, **columns})
+    table = pa.table({**index_columns, **columns}, metadata={"scores": json.dumps(scores or {})})
     partial = path.with_name(f".{path.name}")
     pq.write_table(table, partial)
     partial.replace(path)
@@ -78,16 +79,8 @@ def read_labels(
     return tuple(labels), digest
 
 
-def histogram(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Count frames over advantage for each outcome, as JSON; `columns` has `advantage` and `success`, (F,) each."""
-    edges = np.histogram_bin_edges(columns["advantage"], BINS_SHOWN)
-    outcomes = {"successful episodes": columns["success"], "failed episodes": ~columns["success"]}
-    counts = {name: np.histogram(columns["advantage"][mask], edges)[0].tolist() for name, mask in outcomes.items()}
-    return {"edges": edges.tolist(), "counts": counts}
-
-
-def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], dict[str, Any]]:
-    """Return a table of a dataset's labels, over all frames and by task, and their `histogram`.
+def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Return a table of a dataset's labels, over all frames and by task; advantage and success of each frame, (F,).
 
     Errors are those of `read_labels`, but episodes without labels are allowed.
     """
@@ -105,7 +98,7 @@ def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], dict[str,
         lines.append(
             width.format(f"{mask.sum():,}", *shares, f"{low:.3f} to {high:.3f}", "all" if name is None else name)
         )
-    return lines, histogram({"advantage": advantage, "success": success})
+    return lines, advantage, success
 
 
 def _read_table(path: Path, columns: Sequence[str]) -> pa.Table:

@@ -36,6 +36,11 @@ def record_run(
         {
             "root": meta.root,
             "name": repo_id or meta.root,
+            "renamed": {
+                name: keys
+                for name, feature in meta.features.items()
+                if (keys := [part.key for part in feature.joined or (feature,)]) != [name]
+            },
             "episodes": meta.total_episodes,
             "frames": meta.total_frames,
             "fps": meta.fps,

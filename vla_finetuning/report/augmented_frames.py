@@ -9,38 +9,30 @@ from typing import Any
 import numpy as np
 
 from vla_finetuning.options.dataset import ImageTransformOptions
-from vla_finetuning.options.programs import Config
 from vla_finetuning.report.dataset_look import Moment
 
 # Number of augmented copies below each frame, one per epoch.
 EPOCHS_SHOWN = 3
 
 
-def config_of(saved: Mapping[str, Any]) -> Config:
-    """Return a config with the augmentation options of a run's config.json."""
-    config = Config(seed=saved.get("seed", 0), rename_map=saved.get("rename_map") or {})
-    config.train.augmentation = saved.get("train", {}).get("augmentation", config.train.augmentation)
-    transforms = saved.get("dataset", {}).get("image_transforms", {})
-    config.dataset.image_transforms = ImageTransformOptions(**transforms)
-    return config
-
-
-def augmented(sheet: Sequence[Moment], config: Config) -> list[Moment]:
+def augmented(sheet: Sequence[Moment], saved: Mapping[str, Any]) -> list[Moment]:
     """Return the moments with EPOCHS_SHOWN augmented copies below each frame: uint8 ((1 + EPOCHS_SHOWN) * H, W, 3).
 
     The copies are examples: training augments at its own resolution and with its own numbers of cameras. Without
-    augmentation in `config` the moments are returned as they are. Raises ValueError for a transform that is unknown.
+    augmentation in `saved`, the content of config.json, the moments are returned as they are. Raises ValueError for a
+    transform that is unknown.
     """
-    if not config.augments:
+    name = saved.get("train", {}).get("augmentation", "none")
+    transforms = ImageTransformOptions(**saved.get("dataset", {}).get("image_transforms", {}))
+    if name == "none" and not transforms.enable:
         return list(sheet)
     import torch  # not above: looking at a dataset needs neither torch nor policies
 
     from vla_finetuning.policies.augment import make_augmentation
 
-    names = {key: config.rename_map.get(key, key) for moment in sheet for key in moment.images}
-    augmentation = make_augmentation(
-        config.train.augmentation, config.dataset.image_transforms, config.seed, sorted(names.values())
-    )
+    rename_map = saved.get("rename_map") or {}
+    names = {key: rename_map.get(key, key) for moment in sheet for key in moment.images}
+    augmentation = make_augmentation(name, transforms, saved.get("seed", 0), sorted(names.values()))
     if augmentation is None:
         return list(sheet)
     moments = []

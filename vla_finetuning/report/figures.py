@@ -337,12 +337,12 @@ def to_svg(figure: Figure, label: str) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def to_data_uri(image: np.ndarray) -> str:
+def to_data_uri(image: np.ndarray, most_width: int = JPEG_WIDTH) -> str:
     """Encode an image, uint8 (H, W, 3), as a small JPEG in a `data:` URI."""
     height, width = image.shape[:2]
     picture = Image.fromarray(image)
-    if width > JPEG_WIDTH:
-        picture = picture.resize((JPEG_WIDTH, max(1, round(height * JPEG_WIDTH / width))), Image.Resampling.LANCZOS)
+    if width > most_width:
+        picture = picture.resize((most_width, max(1, round(height * most_width / width))), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", quality=JPEG_QUALITY, optimize=True)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

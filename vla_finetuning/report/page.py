@@ -29,12 +29,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from vla_finetuning.buckets.mirror import address, as_path, pull, synced
 from vla_finetuning.buckets.store import StorageError
-from vla_finetuning.data.metadata import dimension_names, load_metadata
+from vla_finetuning.data.metadata import dimension_names, join_features, load_metadata, rename_features
 from vla_finetuning.data.relative_actions import ACTION
 from vla_finetuning.files import read_json, read_lines, write_whole
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.report import figures
-from vla_finetuning.report.augmented_frames import augmented, config_of
+from vla_finetuning.report.augmented_frames import augmented
 from vla_finetuning.report.charts import metric_charts
 from vla_finetuning.report.dataset_look import OUTLIER, Look, look_at, scaled_ranges
 from vla_finetuning.report.episode_scores import Score
@@ -114,7 +114,7 @@ def write_dataset_page(
     path: Path,
     scores: Sequence[Score] | None = None,
     selection: Sequence[str] = (),
-    labels: tuple[Sequence[str], Mapping[str, Any]] | None = None,
+    labels: tuple[Sequence[str], np.ndarray, np.ndarray] | None = None,
 ) -> None:
     """Write the page about one dataset, with its episodes whose `scores` have reasons.
 
@@ -128,7 +128,7 @@ def write_dataset_page(
         suspects=suspects,
         scored=len(scores or ()),
         selection="\n".join(selection),
-        labels=None if labels is None else {"table": "\n".join(labels[0]), "svg": advantages_chart(labels[1])},
+        labels=None if labels is None else {"table": "\n".join(labels[0]), "svg": advantages_chart(*labels[1:])},
     )
     write_whole(path, page)
 
@@ -174,11 +174,14 @@ def write_trial_page(
 
 def look_at_datasets(output_dir: Path) -> list[Drawn]:
     """Return the template's values for each dataset of a run, or the reason why it cannot be read."""
-    facts, config = read_json(output_dir / RUN_NAME), config_of(read_json(output_dir / CONFIG_NAME))
+    facts, config = read_json(output_dir / RUN_NAME), read_json(output_dir / CONFIG_NAME)
     looks: list[Drawn] = []
     for dataset in facts.get("datasets", [])[:MAX_DATASETS]:
         try:
-            look = look_at(load_metadata(dataset["root"]))
+            meta = load_metadata(dataset["root"])
+            for name, keys in dataset.get("renamed", {}).items():
+                meta = join_features(meta, keys, name) if len(keys) > 1 else rename_features(meta, {keys[0]: name})
+            look = look_at(meta)
             looks.append(_draw_look(replace(look, sheet=augmented(look.sheet, config))))
         except (ValueError, OSError) as error:
             looks.append(f"The dataset could not be looked at: {error}")

@@ -1,52 +1,84 @@
-"""Prepare a value function for a page: the distribution of labels, and values of some episodes beside their frames."""
+"""Prepare labels of frames for a page: their distribution, and the values of some episodes beside their frames."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fsspec.implementations.local import LocalFileSystem
 
-from vla_finetuning.files import read_json
+from vla_finetuning.data.limits import MAX_DATA_BYTES
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.options.recap import without_label
 from vla_finetuning.report import figures
+from vla_finetuning.report.dataset_look import first_positions, open_source
 from vla_finetuning.report.figures import plain
-from vla_finetuning.report.loop import shown_films
-from vla_finetuning.run.folder import VALUES_NAME
+from vla_finetuning.run.exported import LABELS_NAME
+
+# Episodes of each outcome, frames of each of them, and the width of their strip in pixels; bins of advantages.
+SHOWN, SHOWN_FRAMES, STRIP_WIDTH, BINS = 3, 8, 960, 40
+COLUMNS = ["dataset", "episode_index", "frame_index", "success", "held_out", "value", "return", "advantage"]
 
 
 def values_section(folder: Path) -> dict[str, Any] | None:
-    """Return the template's values for a run's `values.json`, or None if there is none."""
-    values = read_json(folder / VALUES_NAME)
-    if not values:
+    """Return the template's values for a run's labels (`plan.labels`), or None if there are none."""
+    if not (folder / LABELS_NAME).is_file():
         return None
+    with open_parquet(LocalFileSystem(), str(folder / LABELS_NAME)) as file:
+        scores = json.loads(file.schema_arrow.metadata[b"scores"])
+        table = read_columns(file, COLUMNS, Budget("frames", MAX_DATA_BYTES))
+    columns = {name: table[name].to_numpy() for name in COLUMNS}
+    episodes: list[dict[str, Any]] = []
+    problem = None
+    try:
+        episodes.extend(_episodes(columns))
+    except (ValueError, OSError) as error:
+        problem = f"Not all episodes could be shown: {error}"
     return {
-        "labels": [[key, f"{value:.4g}"] for key, value in values["labels"].items() if isinstance(value, int | float)],
-        "histogram": advantages_chart(values["histogram"]),
-        "episodes": [_episode(episode, folder) for episode in values["episodes"]],
+        "labels": [[key, f"{value:.4g}"] for key, value in scores.items() if value is not None],
+        "histogram": advantages_chart(columns["advantage"], columns["success"]),
+        "episodes": episodes,
+        "problem": problem,
     }
 
 
-def advantages_chart(counted: Mapping[str, Any]) -> str:
-    """Draw the distribution of advantages for each outcome (`plan.labels.histogram`), as SVG."""
-    edges = np.asarray(counted["edges"])
-    middle = (edges[:-1] + edges[1:]) / 2
-    lines = {
-        name: (middle, 100 * np.asarray(counts) / max(1, sum(counts))) for name, counts in counted["counts"].items()
-    }
+def advantages_chart(advantage: np.ndarray, success: np.ndarray) -> str:
+    """Draw the distribution of the frames' advantages, (F,), for each outcome of their episodes, bool (F,), as SVG."""
+    edges = np.histogram_bin_edges(advantage, BINS)
+    lines = {}
+    for name, mask in (("successful episodes", success), ("failed episodes", ~success)):
+        counts = np.histogram(advantage[mask], edges)[0]
+        lines[name] = ((edges[:-1] + edges[1:]) / 2, 100 * counts / max(1, counts.sum()))
     chart = figures.line_chart(lines, xlabel="advantage", ylabel="frames / %", from_zero=True)
     return figures.to_svg(chart, "Distribution of advantages of successful and of failed episodes")
 
 
-def _episode(episode: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    seconds = np.arange(len(episode["value"])) / episode["fps"]
-    lines = {"value": (seconds, np.asarray(episode["value"])), "return": (seconds, np.asarray(episode["return"]))}
-    title = f"episode {episode['episode']}, {'success' if episode['success'] else 'failure'}"
-    chart = figures.line_chart(lines, xlabel="time in the episode / s", ylabel="value")
-    film = {**episode, "title": title, "seed": "", "steps": len(episode["value"]), "problem": None}
-    return {
-        "title": plain(title),
-        "instruction": plain(episode["instruction"], 120),
-        "svg": figures.to_svg(chart, f"{title}: value and return over time"),
-        "uri": shown_films([film], folder)[0]["uri"],
-    }
+def _episodes(columns: Mapping[str, np.ndarray]) -> Iterator[dict[str, Any]]:
+    """Draw SHOWN episodes of each outcome, failures and held-out episodes first."""
+    first, dataset = np.flatnonzero(columns["frame_index"] == 0), cache(load_metadata)
+    order = np.lexsort([~columns["held_out"][first], columns["success"][first]])
+    shown = [n for outcome in (False, True) for n in order[columns["success"][first[order]] == outcome][:SHOWN]]
+    for start, end in zip(first[shown], np.append(first[1:], len(columns["value"]))[shown], strict=True):
+        episode, meta = int(columns["episode_index"][start]), dataset(str(columns["dataset"][start]))
+        seconds = np.arange(end - start) / meta.fps
+        title = f"episode {episode}, {'success' if columns['success'][start] else 'failure'}"
+        lines = {name: (seconds, columns[name][start:end]) for name in ("value", "return")}
+        chart = figures.line_chart(lines, xlabel="time in the episode / s", ylabel="value")
+        cameras = [key for key in meta.camera_keys if not meta.features[key].is_depth][:1]
+        frames = first_positions(meta)[episode] + np.unique(np.linspace(0, end - start - 1, SHOWN_FRAMES).round())
+        strips = [
+            figures.to_data_uri(np.concatenate(list(batch[key]), axis=1), STRIP_WIDTH)
+            for key in cameras
+            for batch in open_source(meta, cameras).read_rows(frames.astype(int).tolist(), len(frames))
+        ]
+        yield {
+            "title": title,
+            "instruction": plain(without_label((meta.episode_tasks[episode] or ("",))[0]), 120),
+            "svg": figures.to_svg(chart, f"{title}: value and return over time"),
+            "uri": strips[0] if strips else None,
+        }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,18 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from scipy.stats import mannwhitneyu, t
 
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.evaluation.intervals import CONFIDENCE
-from vla_finetuning.files import write_json
 from vla_finetuning.options.fields import decided, get_option
 from vla_finetuning.options.programs import ValueConfig
 from vla_finetuning.plan.datasets import Datasets, find_datasets, without_labels
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.episodes import choose
-from vla_finetuning.plan.labels import histogram, write_labels
+from vla_finetuning.plan.labels import write_labels
 from vla_finetuning.plan.outcomes import corrected_frames, episode_success, intervention_columns
 from vla_finetuning.plan.paths import absolute
 from vla_finetuning.plan.resolve import Run, make_job, resolve
@@ -35,12 +32,9 @@ from vla_finetuning.policies.value import ValueLoss
 from vla_finetuning.rl.judging import judge_frames
 from vla_finetuning.rl.returns import advantages, episode_returns, label_positive
 from vla_finetuning.run.exported import LABELS_NAME
-from vla_finetuning.run.folder import FILMS, VALUES_NAME
 from vla_finetuning.run.job import Job
 from vla_finetuning.terminal import escaped
 
-# For the report: episodes of each outcome, frames of each episode, and the width of their strip in pixels.
-SHOWN, SHOWN_FRAMES, STRIP_WIDTH = 3, 8, 960
 IN_SAMPLE = "in-sample"
 # Below this AUROC the terminal warns. In the demo, labels of a value function at 0.74 taught nothing.
 LOW_AUROC = 0.9
@@ -173,7 +167,7 @@ def describe_value(run: ValueRun) -> str:
 
 
 def label_frames(run: ValueRun, training: Run, checkpoint: Path) -> str:
-    """Compute the values of all frames with a checkpoint, write their labels, and return a summary as text.
+    """Compute the values of all frames with a checkpoint, write their labels with scores, and return a summary.
 
     `training` is `run.training` with its computed statistics.
     """
@@ -197,55 +191,10 @@ def label_frames(run: ValueRun, training: Run, checkpoint: Path) -> str:
     columns["advantage"] = advantages(columns["return"], columns["value"], length, v.horizon)
     task = np.repeat(np.concatenate(run.tasks)[in_run], length)
     columns["positive"] = label_positive(columns["advantage"], task, columns["intervention"], v.positive)
-    folder = training.job.output_dir
-    write_labels(folder / LABELS_NAME, rows.metas, rows.episodes, columns)
     to_come = np.repeat(np.cumsum(length), length) - np.arange(length.sum()) - 1
     scores = score_labels(columns, to_come, v.horizon)
-    episodes = show_episodes(run, columns, folder)
-    write_json(folder / VALUES_NAME, {"labels": scores, "histogram": histogram(columns), "episodes": episodes})
+    write_labels(training.job.output_dir / LABELS_NAME, rows.metas, rows.episodes, columns, scores)
     return labels_text(scores)
-
-
-def show_episodes(run: ValueRun, columns: Mapping[str, np.ndarray], folder: Path) -> list[dict[str, Any]]:
-    """Return the values of some episodes of each outcome, and write strips of their frames to `folder`/films.
-
-    Held-out episodes come first. `columns` are in the order of the run's episodes, (F,) each.
-    """
-    rows = run.training.rows
-    (folder / FILMS).mkdir(parents=True, exist_ok=True)
-    candidates, first = [], 0
-    for number, (meta, selected) in enumerate(zip(rows.metas, rows.episodes, strict=True)):
-        for episode in selected.tolist():
-            candidates.append((number, episode, first, int(meta.episode_length[episode])))
-            first += candidates[-1][3]
-    chosen = []
-    for outcome in (False, True):
-        matching = [candidate for candidate in candidates if columns["success"][candidate[2]] == outcome]
-        chosen += sorted(matching, key=lambda candidate: not columns["held_out"][candidate[2]])[:SHOWN]
-    source, entries = rows.in_stored_order(), []
-    for number, episode, first, length in chosen:
-        frames = np.unique(np.linspace(0, length - 1, SHOWN_FRAMES).round().astype(int))
-        (read,) = source.read_rows((first + frames).tolist(), len(frames))
-        file = f"value-{number}-{episode}.webp"
-        strip = np.concatenate(list(read[rows.camera_keys[0]]), axis=1) if rows.camera_keys else None
-        if strip is not None:
-            picture = Image.fromarray(strip)
-            picture.thumbnail((STRIP_WIDTH, STRIP_WIDTH))
-            picture.save(webp := io.BytesIO(), "WEBP")
-            (folder / FILMS / file).write_bytes(webp.getvalue())
-        meta = rows.metas[number]
-        entries.append(
-            {
-                "dataset": meta.root,
-                "episode": episode,
-                "instruction": (meta.episode_tasks[episode] or ("",))[0],
-                "success": bool(columns["success"][first]),
-                "fps": meta.fps,
-                "file": None if strip is None else file,
-                **{name: columns[name][first : first + length].tolist() for name in ("value", "return", "advantage")},
-            }
-        )
-    return entries
 
 
 def score_labels(columns: Mapping[str, np.ndarray], to_come: np.ndarray, horizon: int) -> dict[str, Any]:

@@ -21,9 +21,8 @@ Files of `OUTPUT_DIR`::
                           (`evaluation.intervals.score`)
     evaluations/step_<n>/ its episodes
     evaluation.json       held-out errors, and closed-loop success of the demo
-    values.json           of value.py: distribution of labels, and values of some episodes
     labels.parquet        of value.py: see plan/labels.py
-    films/                images of episodes in evaluation.json or values.json
+    films/                images of episodes in evaluation.json
     pretrained_model/     the trained policy for LeRobot
     last_checkpoint.json  the newest checkpoint that was written, and by which attempt: {"step": 200, "attempt": 0}
     finished.json         the run is complete: {"step": 200, "max_train_steps": null}
@@ -84,7 +83,6 @@ FINISHED_NAME, LAST_CHECKPOINT_NAME = "finished.json", "last_checkpoint.json"
 STATISTICS_NAME, ATTENTION_NAME = "statistics.json", "attention.json"
 EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
 FILMS, FILMS_INDEX = "films", "films.json"
-VALUES_NAME = "values.json"
 EVALUATIONS_NAME, EVALUATIONS = "evaluations.jsonl", "evaluations"
 # Options that determine the learning rate of every step.
 SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac", "optimizer_options", "scheduler_options")
