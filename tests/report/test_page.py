@@ -33,7 +33,6 @@ from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report import page as report
 from vla_finetuning.report.page import keep_report, write_report
-from vla_finetuning.run.progress import MetricsLog
 
 HOSTILE = "<script>alert('task')</script> & more"
 TASKS = (HOSTILE, "go to the blue bin")
@@ -84,23 +83,11 @@ def finished(tmp_path_factory):
     return run.job.output_dir
 
 
-def write_metrics(folder, mfu_per_rate=0.01):
-    log = MetricsLog(folder, 8, 43, 0, {"mfu": mfu_per_rate})
+def write_metrics(folder):
     for step in range(LOG_FREQ, STEPS + 1, LOG_FREQ):
-        log.write(
-            step,
-            1e-3 / step,
-            {
-                "loss": 2 / step,
-                "grad_norm": 100 / step**2,
-                "nonfinite_steps": 0,
-                "samples": 8 * LOG_FREQ,
-                "samples_per_s": 4.0,
-                "step_s": 2.0,
-                "data_wait_s": 0.5,
-                "peak_memory_bytes": 5 * 2**30,
-                "spilled_bytes": 3 * 2**30,
-            },
+        line = {"step": step, "lr": 1e-3 / step, "loss": 2 / step, "nonfinite_steps": 0, "samples": 8 * step}
+        append_line(
+            folder / "metrics.jsonl", json.dumps(line | {"samples_per_s": 4.0, "step_s": 2.0, "data_wait_s": 0.5})
         )
 
 
@@ -329,7 +316,7 @@ def test_a_browser_shows_it(browser, folder, tmp_path, width, is_light):
     flags = f"--blink-settings=preferredColorScheme={int(is_light)}", "--window-size=1400,900"
     document, console = browser(probe, *flags)
     seen = json.loads(html.unescape(document.split("SEEN")[1]))
-    assert console == [] and seen["overflow"] <= 0 and len(seen["svgs"]) >= 11
+    assert console == [] and seen["overflow"] <= 0 and len(seen["svgs"]) >= 8
     assert all(w >= min(300, width - 80) and h >= 80 and right <= width for w, h, right in seen["svgs"])
     assert len(seen["sizes"]) > 50 and min(seen["sizes"]) >= 9
     assert seen["images"] == [64] * dataset_look.MOMENTS

@@ -57,14 +57,14 @@ def seconds(monkeypatch):
 
 
 def logged(folder, *steps, attempt=0):
-    """What `MetricsLog` adds: a line for each of the steps. The loss tells the step and the attempt."""
+    """What `MetricsLines` adds: a line for each of the steps. The loss tells the step and the attempt."""
     for step in steps:
         line = {"step": step, "lr": 0.5, "loss": step + attempt / 4, "mfu": None, "data_wait_s": 0.0}
         append_line(folder / "metrics.jsonl", json.dumps(line))
 
 
 def resumed(folder, step):
-    """What `MetricsLog` does when a worker group starts: lines past the checkpoint are void."""
+    """What `MetricsLines` does when a worker group starts: lines past the checkpoint are void."""
     path = folder / "metrics.jsonl"
     kept = [line for line in read_lines(path) if json.loads(line)["step"] <= step]
     write_whole(path, "".join(line + "\n" for line in kept))

@@ -5,40 +5,34 @@ import pytest
 import torch
 
 from vla_finetuning.rl import batches
-from vla_finetuning.rl.batches import Table, group_seed, minibatches, rank_of
-
-
-def table():
-    rng = np.random.default_rng(0)
-    return Table.build(rng.integers(1, 4, 48), rng.random(48) < 0.7)
+from vla_finetuning.rl.batches import decision_table, group_seed, minibatches, rank_of
 
 
 def test_the_table_has_every_decision_of_the_episodes_that_are_used():
-    found = Table.build(np.array([2, 3, 1]), np.array([True, False, True]))
-    assert found.episode.tolist() == [0, 0, 2] and found.decision.tolist() == [0, 1, 0]
-    nothing = Table.build(np.array([2]), np.array([False]))
-    assert not list(minibatches(nothing, nothing.episode, rank=0, ranks=1, size=8, micro_rows=8, key=(1,)))
+    episode, decision = decision_table(np.array([2, 3, 1]), np.array([True, False, True]))
+    assert episode.tolist() == [0, 0, 2] and decision.tolist() == [0, 1, 0]
+    nothing, _ = decision_table(np.array([2]), np.array([False]))
+    assert not list(minibatches(nothing, rank=0, ranks=1, size=8, micro_rows=8, key=(1,)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("micro_rows", [4, 100])
 def test_ranks_together_compute_every_row_once_in_equally_many_micro_batches(ranks, micro_rows):
-    rows = table()
-    owner = rank_of(rows.episode // 8, ranks)
+    owner = rank_of(np.repeat(np.arange(12), 7) // 2, ranks)
     options = {"ranks": ranks, "size": 20, "micro_rows": micro_rows, "key": (1, 2, 3)}
-    whole = list(minibatches(rows, np.zeros_like(owner), rank=0, **{**options, "ranks": 1}))
-    each = [list(minibatches(rows, owner, rank=rank, **options)) for rank in range(ranks)]
-    assert sum(one.rows for one in whole) == len(rows.episode) and max(one.rows for one in whole) <= 20
-    assert max(one.rows for one in whole) - min(one.rows for one in whole) <= 1
-    for number, expected in enumerate(whole):
+    whole = list(minibatches(owner * 0, rank=0, **{**options, "ranks": 1}))
+    each = [list(minibatches(owner, rank=rank, **options)) for rank in range(ranks)]
+    counts = [count for count, _ in whole]
+    assert sum(counts) == len(owner) and max(counts) <= 20 and max(counts) - min(counts) <= 1
+    for number, (count, expected) in enumerate(whole):
         parts = [rank[number] for rank in each]
-        assert {part.rows for part in parts} == {expected.rows} and len({len(part.micros) for part in parts}) == 1
-        found = np.concatenate([micro for part in parts for micro in part.micros])
-        assert sorted(found) == sorted(np.concatenate(expected.micros))
-        for rank, part in enumerate(parts):
-            assert all(len(micro) <= micro_rows and (owner[micro] == rank).all() for micro in part.micros)
-    other = list(minibatches(rows, owner * 0, rank=0, **{**options, "ranks": 1, "key": (1, 2, 4)}))
-    assert not np.array_equal(other[0].micros[0], whole[0].micros[0])
+        assert {rows for rows, _ in parts} == {count} and len({len(micros) for _, micros in parts}) == 1
+        found = np.concatenate([micro for _, micros in parts for micro in micros])
+        assert sorted(found) == sorted(np.concatenate(expected))
+        for rank, (_, micros) in enumerate(parts):
+            assert all(len(micro) <= micro_rows and (owner[micro] == rank).all() for micro in micros)
+    other = list(minibatches(owner * 0, rank=0, **{**options, "ranks": 1, "key": (1, 2, 4)}))
+    assert not np.array_equal(other[0][1][0], whole[0][1][0])
 
 
 def test_groups_begin_elsewhere_in_every_iteration_and_never_where_held_out_episodes_do():

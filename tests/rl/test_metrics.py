@@ -274,7 +274,7 @@ def test_every_number_is_a_plain_computation(base, tmp_path, method):
         assert 0 < lines[2]["clipped"] < 1 and lines[2]["kl"] > 1e-4
     else:
         more = resolved(base, tmp_path / "none", **options | {"train.max_nonfinite": 0})
-        with pytest.raises(FloatingPointError, match="1 updates .*more than --train.max_nonfinite=0.*lower --lr"):
+        with pytest.raises(FloatingPointError, match="1 steps .*more than --train.max_nonfinite=0.*lower --lr"):
             Watched(more).train()
     if method == "grpo":
         assert lines[1]["resampled_groups"] >= GROUPS - 1 and lines[2]["kl_start"] > lines[2]["kl"]

@@ -10,26 +10,33 @@ import pytest
 from ray._private import internal_api
 
 from tests import in_process
+from vla_finetuning.files import append_line
 from vla_finetuning.run import progress
 from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.folder import attempts
-from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped, follow_progress
-from vla_finetuning.training.worker import RayWorker
+from vla_finetuning.run.progress import RowsLog, check_skipped, follow_progress, keep_metrics
+from vla_finetuning.training.callbacks import MetricsLines, SuccessInLoop
+from vla_finetuning.training.worker import RayWorker, Worker
 
 
 def test_evaluations_that_come_in_are_told_once_each(tmp_path):
-    metrics = {"loss": 0.5, "samples_per_s": 20.0, "step_s": 0.4, "data_wait_s": 0.1}
-    for resumed, steps in ((0, (10, 20, 30, 40)), (20, (30, 40))):
-        log = MetricsLog(tmp_path, 8, 100, resumed, {})
-        for step in steps:
-            if step == 20 and not resumed:
+    state = SimpleNamespace(
+        run=SimpleNamespace(job=SimpleNamespace(output_dir=tmp_path)), worker=Worker(in_process.CPU)
+    )
+    for state.step, steps in ((0, (10, 20, 30, 40)), (20, (30, 40))):
+        resumed, hooks = state.step, (SuccessInLoop(), MetricsLines(state))
+        hooks[0].on_start(state)
+        for state.step in steps:
+            if state.step == 20 and not resumed:
                 for played, successes in ((10, 3), (15, 0)):
                     line = {"step": played, "successes": successes, "episodes": 4, "interval": [0.3, 0.9]}
                     line |= {"successes_at_end": 1, "interval_at_end": [0.1, 0.7]}
                     with open(tmp_path / "evaluations.jsonl", "a") as file:
                         file.write(json.dumps(line) + "\n")
-            log.write(step, 1e-3, metrics)
-        lines = [json.loads(text) for text in log.path.read_text().splitlines()]
+            logged = {}
+            for hook in hooks:
+                hook.on_log(state, logged)
+        lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         played = {line["step"]: (line["success_step"], line["success"]) for line in lines if "success" in line}
         assert played == {20: (10, 0.75), 30: (15, 0.0)} and lines[1]["success_low"] == 0.3
         assert (lines[1]["success_at_end"], lines[1]["success_at_end_high"]) == (0.25, 0.7)
@@ -53,18 +60,22 @@ def test_half_a_line_is_not_joined_to_the_next(tmp_path):
 
 def test_a_start_says_what_it_does_and_does_not_count_as_a_step(tmp_path, capsys):
     """From a plan to its first log line was a minute of silence, which the estimate of the time left then counted."""
-    log = MetricsLog(tmp_path, 8, 100, 0, {"frames_per_s": 3, "decoded_bytes_per_s": 2})
-    metrics = {"loss": 0.5, "samples_per_s": 20.0, "step_s": 21.0, "data_wait_s": 20.0}
+
+    def log(**line):
+        line = {"loss": 0.5, "samples_per_s": 20.0, "frames_per_s": 60.0, "decoded_bytes_per_s": 40.0, **line}
+        append_line(tmp_path / "metrics.jsonl", json.dumps(line))
+
+    slow = {"step_s": 21.0, "data_wait_s": 20.0}
     with follow_progress(tmp_path, steps=62):
         start_attempt(tmp_path, 0, 2)
-        log.write(2, 1e-3, metrics)
+        log(step=2, **slow)
     with follow_progress(tmp_path, steps=62):  # what was printed is not printed again
-        log.write(4, 1e-3, {**metrics, "step_s": 2.0, "data_wait_s": 1.0})
+        log(step=4, step_s=2.0, data_wait_s=1.0)
     with follow_progress(tmp_path, steps=62):  # a restart from an earlier step
         start_attempt(tmp_path, 2, 2)
-        MetricsLog(tmp_path, 8, 100, 2, log._per_sample)
+        keep_metrics(tmp_path, 2)
         time.sleep(3 * progress.POLL_S)
-        log.write(4, 1e-3, metrics)
+        log(step=4, **slow)
     out = capsys.readouterr().out
     assert out.count("step 4/62  loss") == 2
     first, second = out.split("\n", 2)[:2]

@@ -32,7 +32,7 @@ from vla_finetuning.training.callbacks import Checkpoints, NonfiniteSteps
 from vla_finetuning.training.feed import describe_batch
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.parallel import cache_casts
-from vla_finetuning.training.state import noise_for
+from vla_finetuning.training.state import TrainState, noise_for
 from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import Worker
 
@@ -83,13 +83,15 @@ def test_a_rows_draws_do_not_depend_on_who_computes_it(setting):
 
 def test_too_many_steps_that_are_not_finite_name_the_rows(setting):
     run = resolved(setting, **{"train.max_nonfinite": 1, "log_freq": 2})
-    line, callback = {"nonfinite_steps": 1, "samples": 16}, NonfiniteSteps()
-    callback.on_log(SimpleNamespace(run=run, step=2), line)
-    callback.on_log(SimpleNamespace(run=run, step=4), {**line, "nonfinite_steps": 0})
+    line, callback = {"nonfinite_steps": 1}, NonfiniteSteps()
+    state = SimpleNamespace(run=run, rows=32, by_rank={"samples": [16.0]})
+    state.nonfinite_remedy = lambda: TrainState.nonfinite_remedy(state)
+    callback.on_log(state, line)
+    callback.on_log(state, {"nonfinite_steps": 0})
     # Of the whole run: windows may be shorter than the limit.
-    message = "2 steps had a loss .* not finite, 1 of them among the last 2 .*nonfinite=1; they"
+    message = "2 steps had a loss .* not finite, 1 of them since the last log step .*nonfinite=1; they"
     with pytest.raises(FloatingPointError, match=message) as error:
-        callback.on_log(SimpleNamespace(run=run, step=4), line)
+        callback.on_log(state, line)
 
     # What the window's steps, the third and the fourth, were really fed.
     source = run.rows.source(stream=(0, run.rows.last_row))

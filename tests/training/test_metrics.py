@@ -121,7 +121,7 @@ def logged(run):
         patch.setattr(PI05Loss, "forward", slow_forward)
         patch.setattr(feed, "with_timeout", slow_batches)
         patch.setattr(callbacks, "peak_flops", lambda device: PEAK_FLOPS)
-        in_process.train(run, worker=worker, make_checkpoints=Pauses)
+        in_process.train(run, worker=worker, make_checkpoints=Pauses, callbacks=[callbacks.SuccessInLoop()])
     lines = [json.loads(line) for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
     return lines, watched.batches
 

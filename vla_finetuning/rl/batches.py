@@ -67,8 +67,8 @@ class RolloutGroup:
 
     Attributes:
         numbers: int64 (N, G), the number of each episode.
-        lines: the lines of all ranks' episodes by number; `error` is set if an episode could not be played.
-        episodes: the episodes that this rank has played to their end.
+        lines: the lines of all ranks' episodes by number, replaced ones too; `error` is set if one could not be played.
+        episodes: the episodes that this rank has played to their end, replaced ones too.
     """
 
     numbers: np.ndarray
@@ -77,9 +77,14 @@ class RolloutGroup:
     episodes: Sequence[PlayedEpisode] = ()
 
     @property
+    def worth(self) -> str:
+        """Return the name of an episode's return in its line."""
+        return "success_once" if self.reward == "success" else "total_reward"
+
+    @property
     def returns(self) -> Tensor:
         """Return what each episode is worth, float32 (N, G), NaN if it could not be played."""
-        return self.success if self.reward == "success" else self._column("total_reward")
+        return self._column(self.worth)
 
     @property
     def success(self) -> Tensor:
@@ -90,11 +95,6 @@ class RolloutGroup:
     def ordered(self) -> list[Line]:
         """Return the E lines in the order of `numbers`."""
         return [self.lines[number] for number in self.numbers.ravel().tolist()]
-
-    @property
-    def played(self) -> list[Line]:
-        """Return the lines of the episodes that were played to their end."""
-        return [line for line in self.ordered if line["error"] is None]
 
     @property
     def decisions(self) -> np.ndarray:
@@ -112,7 +112,7 @@ class RolloutGroup:
         """Return a copy with the groups of `other` at `places`, int64 (groups of `other`,)."""
         numbers = self.numbers.copy()
         numbers[places.numpy()] = other.numbers
-        return RolloutGroup(numbers, {**self.lines, **other.lines}, self.reward)
+        return RolloutGroup(numbers, {**self.lines, **other.lines}, self.reward, [*self.episodes, *other.episodes])
 
     def _column(self, name: str) -> Tensor:
         values = [math.nan if line["error"] is not None else float(line[name]) for line in self.ordered]
@@ -130,45 +130,33 @@ def rank_of[T: (int, np.ndarray)](group: T, ranks: int) -> T:
     return group % ranks
 
 
-@dataclass(frozen=True)
-class Table:
-    """The decisions to learn from, in the order of episodes: episode and decision number, int64 (R,) each."""
+def decision_table(decisions: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return episode and number of each decision to learn from, int64 (R,), in the order of episodes.
 
-    episode: np.ndarray
-    decision: np.ndarray
-
-    @classmethod
-    def build(cls, decisions: np.ndarray, used: np.ndarray) -> Table:
-        """Build the table from the number of decisions of each episode, int (E,), and a mask of episodes, bool (E,)."""
-        counts = np.where(used, decisions, 0)
-        episode = np.repeat(np.arange(len(counts)), counts)
-        starts = np.repeat(np.cumsum(counts) - counts, counts)
-        return cls(episode, np.arange(len(episode)) - starts)
-
-
-@dataclass(frozen=True)
-class Minibatch:
-    """One rank's share of an update of `rows` rows: the rows of the table in each micro-batch, which may be none."""
-
-    rows: int
-    micros: list[np.ndarray]
+    Args:
+        decisions: number of decisions of each episode, int (E,).
+        used: mask of the episodes to learn from, bool (E,).
+    """
+    counts = np.where(used, decisions, 0)
+    episode = np.repeat(np.arange(len(counts)), counts)
+    return episode, np.arange(len(episode)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def minibatches(
-    table: Table, owner: np.ndarray, *, rank: int, ranks: int, size: int, micro_rows: int, key: tuple[int, ...]
-) -> Iterator[Minibatch]:
-    """Yield this rank's minibatches of a pass over the table, cut evenly, in the order that `key` seeds.
+    owner: np.ndarray, *, rank: int, ranks: int, size: int, micro_rows: int, key: tuple[int, ...]
+) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """Yield a pass over the table in minibatches, cut evenly, in the order that `key` seeds.
+
+    A minibatch is its number of rows, of all ranks, and this rank's rows of each micro-batch, which may be none.
 
     Args:
         owner: the rank that holds each row, int (R,).
         size, micro_rows: maximum numbers of rows of a minibatch, and of a micro-batch.
     """
-    rows = len(table.episode)
-    order = np.random.default_rng(list(key)).permutation(rows)
-    for minibatch_rows in np.array_split(order, -(-rows // size)) if rows else ():
-        largest = np.bincount(owner[minibatch_rows], minlength=ranks).max()
-        rank_rows = minibatch_rows[owner[minibatch_rows] == rank]
-        yield Minibatch(len(minibatch_rows), np.array_split(rank_rows, -(-int(largest) // micro_rows)))
+    order = np.random.default_rng(list(key)).permutation(len(owner))
+    for rows in np.array_split(order, -(-len(owner) // size)) if len(owner) else ():
+        largest = int(np.bincount(owner[rows], minlength=ranks).max())
+        yield len(rows), np.array_split(rows[owner[rows] == rank], -(-largest // micro_rows))
 
 
 class RolloutBatch:
@@ -180,6 +168,7 @@ class RolloutBatch:
         first_row: position in the stream of demonstrations.
 
     Attributes:
+        episode, decision: the table, int64 (R,) each (`decision_table`).
         owned: mask of this rank's rows of the table, bool (R,).
         columns: the records of this rank's decisions, by name.
         values: what the objective computed for each row before the first update, (R, ...) by name.
@@ -201,8 +190,8 @@ class RolloutBatch:
         self._demonstrations, self._first_row = demonstrations, first_row
         self._config, self._actor, self._iteration = config, actor, explorer.iteration
         self._rank, self._world = worker.rank, worker.world
-        self.table = Table.build(group.decisions, used.flatten().numpy())
-        self._owner = rank_of(self.table.episode // config.grpo.group_size, worker.world)
+        self.episode, self.decision = decision_table(group.decisions, used.flatten().numpy())
+        self._owner = rank_of(self.episode // config.grpo.group_size, worker.world)
         self.owned = self._owner == worker.rank
         # A rank whose episodes all failed computes with a row of weight zero.
         columns, self._columns_of = explorer.columns(), explorer.rows
@@ -210,7 +199,7 @@ class RolloutBatch:
         # The row of `columns` for each row of the table; -1 if another rank holds it.
         self._column_rows = np.full(self.rows, -1)
         self._column_rows[self.owned] = explorer.rows(
-            group.numbers.ravel()[self.table.episode[self.owned]], self.table.decision[self.owned]
+            group.numbers.ravel()[self.episode[self.owned]], self.decision[self.owned]
         )
         self.values: dict[str, Tensor] = {}
         self.draw: Callable[[np.ndarray, tuple[int, ...]], Mapping[str, Tensor]] = lambda rows, key: {}
@@ -218,7 +207,7 @@ class RolloutBatch:
     @property
     def rows(self) -> int:
         """Return the number of decisions to learn from, of all ranks."""
-        return len(self.table.episode)
+        return len(self.episode)
 
     @property
     def demonstrated(self) -> int:
@@ -230,8 +219,8 @@ class RolloutBatch:
 
     def first_pass(self) -> Iterator[tuple[np.ndarray, Batch]]:
         """Yield rows and their columns on the device, for each of this rank's micro-batches of the first pass."""
-        for minibatch in self._minibatches(0):
-            for rows in minibatch.micros:
+        for _, micros in self._minibatches(0):
+            for rows in micros:
                 yield rows, self._recorded(rows)
 
     def last_states(self, group: RolloutGroup) -> Iterator[tuple[list[int], Batch]]:
@@ -245,30 +234,28 @@ class RolloutBatch:
 
     def epoch(self, number: int) -> Iterator[tuple[int, int, Iterator[Batch]]]:
         """Yield for each minibatch of a pass: rows of all ranks, number of micro-batches, and the micro-batches."""
-        minibatches = list(self._minibatches(number))
         if self._demonstrations is None:
-            for minibatch in minibatches:
-                yield minibatch.rows, len(minibatch.micros), self._micro_batches(minibatch, number)
+            for count, micros in self._minibatches(number):
+                yield count, len(micros), self._micro_batches(micros, number)
             return
-        first, demos = self._first_row + number * self.rows, []
-        for minibatch in minibatches:
+        first, demos, minibatches = self._first_row + number * self.rows, [], list(self._minibatches(number))
+        for count, _ in minibatches:
             shares = {"rank": self._rank, "ranks": self._world, "micro_rows": self._config.batch_size}
-            demos.append(split_positions(first, minibatch.rows, **shares))
-            first += minibatch.rows
+            demos.append(split_positions(first, count, **shares))
+            first += count
         # A rank without rows in a micro-batch reads the stream's first row, as one of weight zero.
-        read = self._demonstrations([p if len(p) else np.array([self._first_row]) for micros in demos for p in micros])
-        for minibatch, micros in zip(minibatches, demos, strict=True):
-            demonstrations = (self._demonstration(next(read), positions) for positions in micros)
-            batches = itertools.chain(self._micro_batches(minibatch, number), demonstrations)
-            yield 2 * minibatch.rows, len(minibatch.micros) + len(micros), batches
+        read = self._demonstrations([p if len(p) else np.array([self._first_row]) for parts in demos for p in parts])
+        for (count, micros), parts in zip(minibatches, demos, strict=True):
+            demonstrations = (self._demonstration(next(read), positions) for positions in parts)
+            batches = itertools.chain(self._micro_batches(micros, number), demonstrations)
+            yield 2 * count, len(micros) + len(parts), batches
 
-    def _micro_batches(self, minibatch: Minibatch, epoch: int) -> Iterator[Batch]:
-        return (self._micro_batch(rows, epoch) for rows in minibatch.micros)
+    def _micro_batches(self, micros: Sequence[np.ndarray], epoch: int) -> Iterator[Batch]:
+        return (self._micro_batch(rows, epoch) for rows in micros)
 
-    def _minibatches(self, number: int) -> Iterator[Minibatch]:
+    def _minibatches(self, number: int) -> Iterator[tuple[int, list[np.ndarray]]]:
         config, options = self._config, self._config.grpo
         return minibatches(
-            self.table,
             self._owner,
             rank=self._rank,
             ranks=self._world,

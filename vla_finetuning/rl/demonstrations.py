@@ -9,12 +9,9 @@ Legend: T chunk, A action.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
-import ray
 import torch
-from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
 from vla_finetuning.columns import ROW_COLUMNS
@@ -24,12 +21,9 @@ from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.spec import PolicySpec
-from vla_finetuning.training.held_out import read_chunk
+from vla_finetuning.training.held_out import fetch_ahead, read_task
 from vla_finetuning.training.model import make_prepare
-from vla_finetuning.training.stream import Columns, LazyPickle
-
-# Micro-batches that a rank reads ahead. Few, because each read is a process, which imports LeRobot.
-LOOK_AHEAD = 2
+from vla_finetuning.training.stream import Columns
 
 # Takes the stream positions of micro-batches; yields the rows of each, prepared for the policy.
 Read = Callable[[Sequence[np.ndarray]], Iterator[Columns]]
@@ -48,24 +42,8 @@ def resolve_demonstrations(config: GrpoConfig, root: str) -> Rows:
 
 def task_reader(rows: Rows, policy: PolicySpec, timeout_s: float) -> Read:
     """Return a reader in Ray tasks, which hold no CPU: idle simulators hold all of them while the policy learns."""
-    task: Any = ray.remote(read_chunk).options(num_cpus=0)
-    shared = ray.put(rows.source()), ray.put(LazyPickle(make_prepare(policy, rows)))
-
-    def read(micros: Sequence[np.ndarray]) -> Iterator[Columns]:
-        pending: dict[int, Any] = {}
-        for number in range(len(micros)):
-            for ahead in range(number, min(number + LOOK_AHEAD, len(micros))):
-                if ahead not in pending:
-                    pending[ahead] = task.remote(*shared, micros[ahead])
-            try:
-                yield ray.get(pending.pop(number), timeout=timeout_s)
-            except GetTimeoutError as error:
-                raise TimeoutError(
-                    f"no demonstrations for {timeout_s:g} s: a read task of --grpo.demonstrations hangs (`ray list "
-                    "tasks` tells)"
-                ) from error
-
-    return read
+    read = read_task(rows.source(), make_prepare(policy, rows), num_cpus=0)
+    return lambda micros: fetch_ahead(map(read, micros), timeout_s, "rows of --grpo.demonstrations")
 
 
 def split_positions(first: int, count: int, *, rank: int, ranks: int, micro_rows: int) -> list[np.ndarray]:

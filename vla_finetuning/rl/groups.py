@@ -26,10 +26,8 @@ def make_rollouts(run: GrpoRun) -> Scheduler:
     )
 
 
-def play_iteration(
-    run: GrpoRun, rollouts: Scheduler, explorer: StochasticActor, worker: Worker
-) -> tuple[RolloutGroup, list[RolloutGroup]]:
-    """Return the groups to learn from, and the groups of every round. Every rank must call it.
+def play_iteration(run: GrpoRun, rollouts: Scheduler, explorer: StochasticActor, worker: Worker) -> RolloutGroup:
+    """Return the groups to learn from. Every rank must call it.
 
     An episode fails if its environment raises, dies, hangs or gives a reward that is not finite. Failed episodes are
     left out of their groups; it raises ValueError if all have failed. With `--grpo.resample`, groups of equal returns
@@ -37,15 +35,13 @@ def play_iteration(
     2503.14476).
     """
     group = play_groups(run, rollouts, explorer, worker, range(run.options.groups))
-    rounds = [group]
     for replacement in range(1, run.options.resample + 1):
         places = equal_returns(group.returns).nonzero().flatten()
         if not len(places):
             break
-        rounds.append(play_groups(run, rollouts, explorer, worker, places.tolist(), replacement))
-        group = group.with_groups(rounds[-1], places)
+        group = group.with_groups(play_groups(run, rollouts, explorer, worker, places.tolist(), replacement), places)
     check_played(group.ordered)
-    return group, rounds
+    return group
 
 
 def play_groups(

@@ -74,28 +74,31 @@ class Times:
 
 def metrics_of(
     played: RolloutGroup,
-    rounds: Sequence[RolloutGroup],
     rollouts: RolloutBatch,
     objective: Objective,
     results: Sequence[StepResult],
 ) -> dict[str, Any]:
     """Return an iteration's entries of metrics.jsonl, equal on all ranks. Every rank must call it.
 
-    The policy learned from the groups `played`; success and costs are counted over the groups of all rounds.
+    The policy learned from the groups `played`; success and costs are counted over replaced groups too.
     """
     means = sum_means(stack_ranks(objective.sums))
-    success, returns = (torch.cat([getattr(group, name) for group in rounds]) for name in ("success", "returns"))
+    ended = [line for _, line in sorted(played.lines.items()) if line["error"] is None]
+
+    def mean(name: str) -> float:
+        return float(torch.tensor([float(line[name]) for line in ended]).mean())
+
     norms = [float(result.grad_norm) for result in results]
     return {
-        "episodes_failed": sum(group.numbers.size - len(group.played) for group in rounds),
-        "success": float(success[success.isfinite()].mean()),
-        "return": float(returns[returns.isfinite()].mean()),
+        "episodes_failed": len(played.lines) - len(ended),
+        "success": mean("success_once"),
+        "return": mean(played.worth),
         "mixed_groups": 1.0 - float(equal_returns(played.returns).float().mean()),
-        "resampled_groups": sum(len(group.returns) for group in rounds[1:]),
-        "decisions": sum(int(group.decisions.sum()) for group in rounds),
+        "resampled_groups": (len(played.lines) - played.numbers.size) // played.numbers.shape[1],
+        "decisions": sum(len(line["rewards"]) for line in ended),
         "used": rollouts.rows,
         "demonstrated": rollouts.demonstrated,
-        "env_steps": sum(line["steps"] for group in rounds for line in group.played),
+        "env_steps": sum(line["steps"] for line in ended),
         "updates": len(results),
         "nonfinite_steps": int(sum(float(result.skipped) for result in results)),
         **objective.metrics(rollouts, means),

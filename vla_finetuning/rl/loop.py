@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 from util import Batch, StepResult, train_step
-from vla_finetuning.files import append_line
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl.actor import Actor, StochasticActor
 from vla_finetuning.rl.batches import RolloutBatch, stack_ranks
@@ -27,8 +25,7 @@ from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.rollouts.player import Acting, Player
 from vla_finetuning.rollouts.scheduler import Scheduler
 from vla_finetuning.run.checkpoint import load_checkpoint
-from vla_finetuning.run.progress import keep_metrics
-from vla_finetuning.training.callbacks import Checkpoints, StopFile
+from vla_finetuning.training.callbacks import Checkpoints, MetricsLines, NonfiniteSteps, StopFile
 from vla_finetuning.training.model import build_model, check_attention
 from vla_finetuning.training.parallel import spread
 from vla_finetuning.training.state import Callback, LoopState
@@ -36,7 +33,7 @@ from vla_finetuning.training.state import Callback, LoopState
 
 def callbacks_for(run: GrpoRun, state: GrpoState) -> list[Callback]:
     """List the callbacks of the run, in the order in which they see an iteration's metrics."""
-    return [StopFile(), HeldOutEpisodes(), Checkpoints(run.config.training()), IterationLines()]
+    return [StopFile(), NonfiniteSteps(), Checkpoints(run.config.training()), IterationLines(state)]
 
 
 @dataclass
@@ -45,7 +42,6 @@ class GrpoState(LoopState):
 
     Attributes:
         episodes, first_row: numbers of episodes played and of demonstration rows used, of all ranks.
-        initial_metrics: metrics of the policy before the first iteration.
     """
 
     episodes: int = field(default=0, init=False)
@@ -55,9 +51,7 @@ class GrpoState(LoopState):
     objective: Objective = field(init=False)
     model: nn.Module = field(init=False)
     times: Times = field(init=False)
-    initial_metrics: dict[str, Any] = field(default_factory=dict, init=False)
     _line: dict[str, Any] = field(default_factory=dict, init=False)
-    _nonfinite: int = field(default=0, init=False)
 
     def open_batches(self, hooks: Sequence[Callback]) -> None:
         """Start the environments' processes, which get ready while the model is built."""
@@ -107,11 +101,10 @@ class GrpoState(LoopState):
         gc.collect()  # free the images of the previous iteration before this one's are added
         self.times = Times()
         explorer = StochasticActor(self.actor, run.sde, run.config.seed, iteration)
-        played, rounds = play_iteration(run, self.rollouts, explorer, worker)
+        played = play_iteration(run, self.rollouts, explorer, worker)
         if is_iteration_recorded(run, iteration):
-            episodes = [episode for groups in rounds for episode in groups.episodes]
-            write_episodes(run.job.output_dir, iteration, worker, episodes)
-        self.episodes += sum(groups.numbers.size for groups in rounds)
+            write_episodes(run.job.output_dir, iteration, worker, played.episodes)
+        self.episodes += len(played.lines)
         used = self.objective.select_episodes(played)
         check_first(options, iteration, played, used)
         self.times.mark("play")
@@ -130,13 +123,10 @@ class GrpoState(LoopState):
         results = self._learn(rollouts)
         self.first_row += rollouts.demonstrated
         self.times.mark("update")
-        self._line = metrics_of(played, rounds, rollouts, self.objective, results)
-        self._nonfinite += self._line["nonfinite_steps"]
-        if self._nonfinite > (limit := run.config.train.max_nonfinite):
-            raise FloatingPointError(
-                f"{self._nonfinite} updates had a gradient that is not finite (more than --train.max_nonfinite="
-                f"{limit}; they were skipped): lower --lr, or raise --grpo.warmup"
-            )
+        self._line = metrics_of(played, rollouts, self.objective, results)
+
+    def nonfinite_remedy(self) -> str:
+        return "lower --lr, or raise --grpo.warmup"
 
     def _learn(self, rollouts: RolloutBatch) -> list[StepResult]:
         """Take an iteration's updates; stop when the divergence exceeds --grpo.target_kl."""
@@ -172,39 +162,26 @@ class GrpoState(LoopState):
         return {"episodes": self.episodes, "lr": self.optimizer.schedule(self.step - 1), **self._line}
 
 
-class HeldOutEpisodes(Callback):
-    """Play the held-out episodes before the first iteration, and every --grpo.eval_every iterations."""
+class IterationLines(MetricsLines):
+    """Write metrics.jsonl with seconds, and with line 0 before the first iteration.
+
+    Line 0, and a line every --grpo.eval_every iterations, have the success in the held-out episodes, which it plays.
+    """
 
     def on_start(self, state: GrpoState) -> None:
         if state.step == 0:
             state.times = Times()
-            state.initial_metrics |= held_out(state.run, state.rollouts, state.actor, state.worker)
-            state.times.mark("held_out")
+            self._write(state, held_out(state.run, state.rollouts, state.actor, state.worker))
 
     def on_log(self, state: GrpoState, line: dict[str, Any]) -> None:
         state.times.mark("between")
         if state.every(state.run.options.eval_every):
             line |= held_out(state.run, state.rollouts, state.actor, state.worker)
+        self._write(state, line)
+
+    def _write(self, state: GrpoState, line: dict[str, Any]) -> None:
         state.times.mark("held_out")
-
-
-class IterationLines(Callback):
-    """Write metrics.jsonl on rank 0: a line per iteration, and line 0 before the first. The last callback."""
-
-    def on_start(self, state: GrpoState) -> None:
-        if state.worker.rank == 0:
-            # At step 0, line 0 of an earlier attempt is removed too.
-            self._path = keep_metrics(state.run.job.output_dir, state.step or -1)
-        if state.step == 0:
-            self._write(state, 0, state.initial_metrics)
-
-    def on_log(self, state: GrpoState, line: dict[str, Any]) -> None:
-        self._write(state, state.step, line)
-
-    def _write(self, state: GrpoState, step: int, line: dict[str, Any]) -> None:
-        seconds = state.times.gather(state.rollouts, state.actor)  # collective: all ranks call it
-        if state.worker.rank == 0:
-            append_line(self._path, json.dumps({"step": step, **line, **seconds}))
+        super().on_log(state, line | state.times.gather(state.rollouts, state.actor))  # a collective
 
     def on_end(self, state: GrpoState) -> None:
         state.rollouts.close()

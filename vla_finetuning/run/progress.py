@@ -15,14 +15,13 @@ import ray
 from tqdm import tqdm
 
 from vla_finetuning.buckets.mirror import address, file_of_process, files_of_processes, pull
-from vla_finetuning.files import append_line, line_writer, read_lines, write_whole
+from vla_finetuning.files import line_writer, read_lines, write_whole
 from vla_finetuning.run.folder import (
     LOG_NAME,
     METRICS_NAME,
     ROWS_NAME,
     SKIPPED_NAME,
     attempts,
-    evaluations,
     skipped_episodes,
 )
 from vla_finetuning.run.polling import polling
@@ -33,47 +32,6 @@ POLL_S = 0.5
 SPILLED_TIMEOUT_S = 2.0
 # Formats a line of metrics.jsonl for the terminal.
 Line = Callable[[Mapping[str, Any]], str]
-
-
-class MetricsLog:
-    """Write `metrics.jsonl` on rank 0, a line per log step. After a restart, remove lines after `resumed_step`.
-
-    `per_sample` has the amount per sample by the name of its rate, or None if unknown.
-    """
-
-    def __init__(
-        self,
-        output_dir: Path,
-        global_batch_size: int,
-        rows_per_epoch: int,
-        resumed_step: int,
-        per_sample: Mapping[str, float | None],
-    ):
-        self._batch, self._epoch, self._per_sample = global_batch_size, rows_per_epoch, dict(per_sample)
-        self.path = keep_metrics(output_dir, resumed_step)
-        self._reported = {json.loads(line).get("success_step") for line in read_lines(self.path)}
-
-    def write(self, step: int, lr: float, metrics: dict[str, Any]) -> None:
-        """Append a line for the window of steps that ends with `step`."""
-        samples = step * self._batch
-        line = {
-            "step": step,
-            "epoch": round(samples / self._epoch, 4),
-            "lr": lr,
-            **metrics,
-            "samples": samples,
-            **{k: None if v is None else v * metrics["samples_per_s"] for k, v in self._per_sample.items()},
-            **self._success(),
-        }
-        append_line(self.path, json.dumps(line))
-
-    def _success(self) -> dict[str, float]:
-        """Return the success of the oldest evaluation that no line has reported, or {}."""
-        line = next((line for line in evaluations(self.path.parent) if line["step"] not in self._reported), None)
-        if line is None:
-            return {}
-        self._reported.add(line["step"])
-        return success_of(line)
 
 
 def success_of(evaluation: Mapping[str, Any]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,18 +19,19 @@ from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TO
 
 from util import Batch, peak_flops
 from vla_finetuning.columns import IS_SKIPPED
+from vla_finetuning.files import append_line, read_lines
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.family import MEAN_COUNT
 from vla_finetuning.policies.flow import time_without_given
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.run.folder import STOP_NAME, prune_checkpoints
-from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped
+from vla_finetuning.run.folder import METRICS_NAME, STOP_NAME, evaluations, prune_checkpoints
+from vla_finetuning.run.progress import RowsLog, check_skipped, keep_metrics, success_of
 from vla_finetuning.training.parallel import free_gathered
 from vla_finetuning.training.state import Callback, LoopState, TrainState, noise_for
 
 
 class WorkDone(Callback):
-    """Count tokens and FLOPs from the shapes of micro-batches, without a read from the device."""
+    """Count tokens and FLOPs from the shapes of micro-batches, without a read from the device; log rates of work."""
 
     def __init__(self, state: TrainState):
         self._policy = state.run.policy
@@ -54,6 +56,10 @@ class WorkDone(Callback):
         line["flops_per_s"] = sum(state.by_rank["flops"]) / elapsed_s or None
         flops_per_s, peak = line["flops_per_s"], peak_flops(state.worker.device)
         line["mfu"] = flops_per_s / (state.worker.world * peak) if flops_per_s and peak else None
+        for name, per_sample in state.run.rows.rates.items():
+            line[name] = None if per_sample is None else per_sample * line["samples_per_s"]
+        if state.worker.rank == 0:
+            line["spilled_bytes"] = state.worker.spilled_bytes()
 
 
 class RowLog(Callback):
@@ -140,19 +146,14 @@ class NonfiniteSteps(Callback):
     def __init__(self) -> None:
         self._count = 0  # since the worker group started
 
-    def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
-        run, recent = state.run, line["nonfinite_steps"]
+    def on_log(self, state: LoopState, line: dict[str, Any]) -> None:
+        recent, limit = line["nonfinite_steps"], state.run.config.train.max_nonfinite
         self._count += recent
-        limit, rows_per_step = run.config.train.max_nonfinite, run.job.rows_per_step
-        if self._count <= limit or not recent:
-            return
-        steps = line["samples"] // rows_per_step
-        window = run.rows.in_words((state.step - steps) * rows_per_step, state.step * rows_per_step)
-        raise FloatingPointError(
-            f"{self._count} steps had a loss or gradient that is not finite, {recent} of them among the last {steps} "
-            f"(more than --train.max_nonfinite={limit}; they were skipped): lower --lr, or look for bad values in the "
-            f"state and action columns of the rows of these steps, by `index`: {window}"
-        )
+        if recent and self._count > limit:
+            raise FloatingPointError(
+                f"{self._count} steps had a loss or gradient that is not finite, {recent} of them since the last log "
+                f"step (more than --train.max_nonfinite={limit}; they were skipped): {state.nonfinite_remedy()}"
+            )
 
 
 class SkippedRows(Callback):
@@ -212,20 +213,31 @@ class Checkpoints(Callback):
         self._writer.close()
 
 
+class SuccessInLoop(Callback):
+    """Add the success of checkpoints that have played to the log's lines, of each once (--env.type)."""
+
+    def on_start(self, state: TrainState) -> None:
+        lines = read_lines(state.run.job.output_dir / METRICS_NAME)
+        self._reported = {json.loads(line).get("success_step") for line in lines}
+
+    def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
+        played = evaluations(state.run.job.output_dir) if state.worker.rank == 0 else ()
+        for evaluation in [one for one in played if one["step"] not in self._reported][:1]:
+            self._reported.add(evaluation["step"])
+            line |= success_of(evaluation)
+
+
 class MetricsLines(Callback):
     """Write metrics.jsonl on rank 0. The last callback, so that a line includes the metrics that others added."""
 
-    def __init__(self, state: TrainState):
-        self._log: MetricsLog | None = None
-        if state.worker.rank == 0:
-            job, rows = state.run.job, state.run.rows
-            self._log = MetricsLog(job.output_dir, job.rows_per_step, rows.per_epoch, state.step, rows.rates)
+    def __init__(self, state: LoopState):
+        # At step 0, line 0 of an earlier attempt of grpo.py is removed too.
+        is_first = state.worker.rank == 0
+        self._path = keep_metrics(state.run.job.output_dir, state.step or -1) if is_first else None
 
     def on_start(self, state: TrainState) -> None:
         state.metrics.restart()
 
-    def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
-        if self._log is not None:
-            spilled_bytes = state.worker.spilled_bytes()
-            rate = state.optimizer.schedule(state.step - 1)
-            self._log.write(state.step, rate, {**line, "spilled_bytes": spilled_bytes})
+    def on_log(self, state: LoopState, line: dict[str, Any]) -> None:
+        if self._path is not None:
+            append_line(self._path, json.dumps({"step": state.step, **line}))

@@ -7,8 +7,11 @@ again for each evaluation.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,7 @@ from vla_finetuning.training.state import Callback, TrainState
 from vla_finetuning.training.stream import Columns, LazyPickle
 from vla_finetuning.training.worker import Worker
 
+# Read tasks of a rank at a time. Few, because each is a process, which imports LeRobot.
 LOOK_AHEAD = 4
 # Share of the cluster's object stores that held-out rows may fill between evaluations.
 STORE_SHARE = 0.1
@@ -82,10 +86,14 @@ class HeldOutLoss:
         self._collate = Collate(input_transforms(rows, spec), NumpyToTorchCollate(worker.device.type == "cuda"))
         source = rows.held_out()
         most = STORE_SHARE * ray.cluster_resources().get("object_store_memory", 0)
-        self._caches = len(self._rows.positions) * source.row_bytes() <= most
-        self._read_task: Any = ray.remote(read_chunk).options(num_cpus=source.num_cpus)
-        self._shared = ray.put(source), ray.put(LazyPickle(make_prepare(spec, rows)))
-        self._pending: dict[int, Any] = {}
+        caches = len(self._rows.positions) * source.row_bytes() <= most
+        read = read_task(source, make_prepare(spec, rows), source.num_cpus)
+
+        def read_number(number: int) -> Any:
+            first = min(number, self._chunks - 1) * self._size
+            return read(self._rows.positions[first : first + self._size])
+
+        self._read: Callable[[int], Any] = functools.cache(read_number) if caches else read_number
 
     def evaluate(self, loss: PolicyLoss, autocast: torch.dtype | None) -> dict[str, Any]:
         """Compute the held-out loss, the same on all ranks, by one collective and one read from the device.
@@ -172,35 +180,41 @@ class HeldOutLoss:
         return summary
 
     def _host_batches(self) -> Iterator[Batch]:
-        limit_s = self._timeout_s
-        for at, number in enumerate(self._assigned):
-            for ahead in self._assigned[at : at + LOOK_AHEAD]:
-                self._request(ahead)
-            try:
-                columns: Columns = ray.get(self._pending[number], timeout=limit_s)
-            except GetTimeoutError as error:
-                raise TimeoutError(
-                    f"no held-out rows for {limit_s:g} s (VLA_BATCH_TIMEOUT_S): a read task hangs, or the "
-                    "cluster has no CPU left for it (`ray list tasks` and `ray status` tell)"
-                ) from error
-            if not self._caches:
-                del self._pending[number]
+        for columns in fetch_ahead(map(self._read, self._assigned), self._timeout_s, "held-out rows"):
             missing = self._size - len(next(iter(columns.values())))
             if missing and self._family.row_losses:  # another shape than in training might be compiled
                 columns = {k: np.concatenate([v, np.repeat(v[-1:], missing, axis=0)]) for k, v in columns.items()}
             yield self._collate(columns)
-
-    def _request(self, number: int) -> None:
-        if number not in self._pending:
-            first = min(number, self._chunks - 1) * self._size
-            positions = self._rows.positions[first : first + self._size]
-            self._pending[number] = self._read_task.remote(*self._shared, positions)
 
 
 def read_chunk(source: LeRobotDatasource, prepare: LazyPickle, positions: np.ndarray) -> Columns:
     """Read the rows at stream `positions`, and prepare them. Runs in a Ray task."""
     (rows,) = source.read_rows(positions.tolist(), len(positions))
     return prepare(rows)
+
+
+def read_task(
+    source: LeRobotDatasource, prepare: Callable[[Columns], Columns], num_cpus: float
+) -> Callable[[np.ndarray], Any]:
+    """Return a function that starts `read_chunk` of stream positions in a Ray task, and returns its reference."""
+    task: Any = ray.remote(read_chunk).options(num_cpus=num_cpus)
+    return functools.partial(task.remote, ray.put(source), ray.put(LazyPickle(prepare)))
+
+
+def fetch_ahead(tasks: Iterable[Any], timeout_s: float, what: str) -> Iterator[Columns]:
+    """Yield the results of tasks in order; the iterable starts them, LOOK_AHEAD at a time. `what` are the rows."""
+    starts = iter(tasks)
+    pending = deque(itertools.islice(starts, LOOK_AHEAD))
+    while pending:
+        try:
+            columns: Columns = ray.get(pending.popleft(), timeout=timeout_s)
+        except GetTimeoutError as error:
+            raise TimeoutError(
+                f"no {what} for {timeout_s:g} s (VLA_BATCH_TIMEOUT_S): a read task hangs, or the cluster has no CPU "
+                "left for it (`ray list tasks` and `ray status` tell)"
+            ) from error
+        yield columns
+        pending.extend(itertools.islice(starts, 1))
 
 
 def _mean(values: np.ndarray) -> float | None:

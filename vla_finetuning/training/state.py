@@ -157,6 +157,10 @@ class LoopState:
         """Fetch the metrics and requests of all ranks at a log step. Every rank must call it."""
         raise NotImplementedError
 
+    def nonfinite_remedy(self) -> str:
+        """Return what to do about steps since the last log step whose loss or gradient is not finite."""
+        raise NotImplementedError
+
     @property
     def finished(self) -> bool:
         return self.step >= self.run.job.steps
@@ -263,7 +267,15 @@ class TrainState(LoopState):
         self._waited_s = waited_s
         self.metrics.restart()
         self.heed(by_rank)
-        return line
+        epoch, rate = round(self.rows / self.run.rows.per_epoch, 4), self.optimizer.schedule(self.step - 1)
+        return {"epoch": epoch, "lr": rate, **line, "samples": self.rows}
+
+    def nonfinite_remedy(self) -> str:
+        window = self.run.rows.in_words(self.rows - int(sum(self.by_rank["samples"])), self.rows)
+        return (
+            "lower --lr, or look for bad values in the state and action columns of the rows of these steps, by "
+            f"`index`: {window}"
+        )
 
 
 def noise_for(spec: PolicySpec, step: int, schedule: RankSchedule, device: torch.device) -> Callable[[int], Draws]:

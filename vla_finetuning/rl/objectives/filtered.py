@@ -39,8 +39,7 @@ class FilteredImitation(Objective):
         config: Any = self.loss.policy.config
 
         def draw(rows: np.ndarray, key: tuple[int, ...]) -> dict[str, Tensor]:
-            table = rollouts.table
-            names = [(*key, table.episode[row], table.decision[row]) for row in rows]
+            names = [(*key, rollouts.episode[row], rollouts.decision[row]) for row in rows]
             # Actions that were not executed are no examples of success.
             padded = (torch.arange(config.chunk_size) >= config.n_action_steps).repeat(len(rows), 1)
             return {**imitation_draws(config, names), "action_is_pad": padded}

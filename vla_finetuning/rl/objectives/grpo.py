@@ -73,7 +73,7 @@ class GRPO(Objective):
         return centred / (returns.std(dim=1, keepdim=True) + EPSILON) if self.options.normalise else centred
 
     def prepare(self, rollouts: RolloutBatch, group: RolloutGroup, start: Objective | None) -> None:
-        rollouts.values["advantage"] = self.advantages(group.returns).flatten()[rollouts.table.episode]
+        rollouts.values["advantage"] = self.advantages(group.returns).flatten()[rollouts.episode]
         self.score_rollouts(rollouts, start)
 
     def score_rollouts(self, rollouts: RolloutBatch, start: Objective | None) -> None:

@@ -75,7 +75,7 @@ class PPO(GRPO):
 
         `after` is the result of `values_after`; the value after other episodes is 0.
         """
-        episodes, values = rollouts.table.episode, rollouts.values["value"]
+        episodes, values = rollouts.episode, rollouts.values["value"]
         estimates = torch.zeros(3, rollouts.rows)  # advantages, targets, values; zero in other ranks' rows
         for episode in np.unique(episodes[rollouts.owned]):
             rows = np.flatnonzero(episodes == episode)
