@@ -215,7 +215,7 @@ class Ours(Contender):
         self.config, self.device, self.compiler = config, device, getattr(self.loss, "compiler", None)
         if compiled and self.compiler is None:
             raise NotCompiledError(str(why_not(device)))
-        check_attention(spec, self.loss, device, self.autocast, None)
+        check_attention(spec, self.loss, device, self.autocast)
         self.optimizer = build_optimizer(spec, self.loss, MAX_STEPS)
         self.collate = NumpyToTorchCollate(pin_memory=device.type == "cuda")
         self.metrics = DeviceMetrics(device)

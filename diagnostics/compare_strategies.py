@@ -181,7 +181,7 @@ def _measure(
 ) -> Spreading:
     device, accum = worker.device, run.config.grad_accum
     loss, autocast = build_model(run.policy, device)
-    check_attention(run.policy, loss, device, autocast, None)
+    check_attention(run.policy, loss, device, autocast)
     model = spread(loss, strategy, device, schedule.world, replicas=by_node, autocast=autocast)
     optimizer = build_optimizer(run.policy, loss, run.job.steps)
     keeps = cache_casts(strategy, accum, run.config.train.activation_checkpointing)

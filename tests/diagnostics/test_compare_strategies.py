@@ -61,7 +61,7 @@ def test_a_step_is_that_of_a_run(run, monkeypatch):
     for strategy in ("ddp", "fsdp2"):
         with pytest.raises(InterruptedError):
             compare_strategies._measure(run, strategy, 1, [], dealt, worker, None)
-    assert given == [True, False] and checked == 2 * [("loss", worker.device, torch.bfloat16, None)]
+    assert given == [True, False] and checked == 2 * [("loss", worker.device, torch.bfloat16)]
 
 
 def test_losses_that_are_not_finite_reach_the_driver():

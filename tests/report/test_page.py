@@ -28,7 +28,7 @@ from vla_finetuning.files import append_line, write_json
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.plan.record import record_attention, record_run
+from vla_finetuning.plan.record import record_run
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report import page as report
@@ -37,11 +37,6 @@ from vla_finetuning.report.page import keep_report, write_report
 HOSTILE = "<script>alert('task')</script> & more"
 TASKS = (HOSTILE, "go to the blue bin")
 LOG_FREQ, STEPS, ACTIONS = 5, 60, 3
-ATTENTION = {
-    "kernel": "efficient",
-    "backends": {"prefix 800 x 800": "EFFICIENT_ATTENTION", "suffix 50 x 850": "EFFICIENT_ATTENTION"},
-    "refused": ["CUDNN_ATTENTION computes a wrong gradient of the queries at prefix 832 x 832"],
-}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +68,6 @@ def finished(tmp_path_factory):
     cluster = {"CPU": 32.0, "GPU": 4.0, "memory": 2**36, "node:10.0.0.1": 1, "accelerator_type:L4": 1}
     record_run(run.job, run.policy, describe(run), cluster, run.rows)
     write_metrics(run.job.output_dir)
-    record_attention(run.job.output_dir, ATTENTION)
     write_json(run.job.output_dir / "evaluation.json", errors_of(ACTIONS))
     for n, step, world in (1, 0, 4), (2, 20, 4), (3, 40, 3):
         attempt = {"attempt": n, "resumed_from_step": step, "world_size": world}
@@ -115,8 +109,6 @@ def test_the_summary_is_the_runs(page):
         "4 episodes, 43 frames at 10 fps, robot test_arm trains on 2 episodes",
         "2 rows x 1 micro-steps x 4 workers = 8 per step",
         "4 GPU workers; cluster of 1 node: 32 CPUs, 4 GPUs (L4), 64 GiB of memory",
-        "EFFICIENT_ATTENTION; compared with eager attention at 2 shapes before the start",
-        f"not used: {ATTENTION['refused'][0]}",
         f"torch {torch.__version__.partition('+')[0]}",
         "2 min 00 s in training steps, 480 samples",
     ):

@@ -221,12 +221,12 @@ def test_a_run_that_begins_again_has_one_line_for_the_policy_before(tmp_path, mo
     monkeypatch.setattr(loop, "held_out", lambda *_: {"held_out_successes": 3})
     monkeypatch.setattr(loop, "Times", lambda: SimpleNamespace(gather=lambda *_: {}, mark=lambda _: None))
     for _ in range(2):
-        lines = loop.IterationLines()
         state.step = 0
+        lines = loop.IterationLines(state)
         lines.on_start(state)
         state.step = 1
         lines.on_log(state, {})
-    loop.IterationLines().on_start(state)
+    loop.IterationLines(state).on_start(state)
     lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [0, 1]
 
@@ -427,14 +427,6 @@ def test_a_reset_that_does_not_decide_the_state_is_said():
 def test_what_cannot_be_is_refused_before_anything_starts(base, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         resolved(base, tmp_path / "run", **changes)
-
-
-def test_a_policy_of_every_other_action_is_refused_at_another_rate(base, tmp_path):
-    """As by evaluate.py, which would refuse what learning exports."""
-    other = Path(shutil.copytree(base, tmp_path / "other"))
-    (other / "robot.json").write_text(json.dumps({"fps": 5, "frames_per_action": 2}))
-    with pytest.raises(ValueError, match="2 frames apart, 5 per second.*--env.type=two_bins takes 10"):
-        resolved(other, tmp_path / "run")
 
 
 def test_a_policy_of_another_kind_is_refused(base, tmp_path):

@@ -284,14 +284,6 @@ def test_another_outcome_is_another_run(setting):
     assert other.training.job.start.stream != run.training.job.start.stream
 
 
-def test_an_episode_that_is_left_out_needs_no_outcome(setting):
-    (setting[0] / "some.json").write_text(json.dumps(dict(enumerate(SUCCESS[:5]))))
-    some = {"outcome.success": f"@{setting[0] / 'some.json'}"}
-    assert not resolved(setting, **some, **{"dataset.exclude_episodes": 5}).success[0][5]
-    with pytest.raises(ValueError, match="does not say whether episode 5"):
-        resolved(setting, **some)
-
-
 @pytest.mark.parametrize("backbone", ["false", "true"])
 def test_what_the_plan_counts_is_what_is_built_and_its_rates(setting, backbone):
     run = resolved(setting, **{"value.backbone": backbone, "value.backbone_lr": 1e-4}).training
@@ -314,10 +306,8 @@ def test_a_resumed_run_finds_what_its_plan_decided(setting):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"outcome.success": "next.success"}, "next.success, and its columns are"),
         ({"scaling.strategy": "fsdp2"}, "value functions are not sharded"),
         ({"dataset.episodes": "0,2"}, "all 2 episodes succeeded, which leaves nothing to compare"),
-        ({"policy.repo_id": "a/b"}, "--policy.repo_id has no effect .*; python -m vla_finetuning.run.push"),
         ({"dataset.on_error": "skip"}, "has no value, and no label"),
         ({"dataset.eval_split": 0.3}, "eval_split=0.3 holds out no episode to compute a loss on"),
     ],

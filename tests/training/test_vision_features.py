@@ -75,9 +75,8 @@ def apart(found, expected):
     return max(((found[name] - expected[name]).norm() / (1 + expected[name].norm())).item() for name in found)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_training_is_the_same_bit_for_bit_and_the_tower_sees_each_frame_once(dataset, tmp_path, seen, precision):
-    options = {"train.precision": precision}
+def test_training_is_the_same_bit_for_bit_and_the_tower_sees_each_frame_once(dataset, tmp_path, seen):
+    options = {"train.precision": "bf16"}
     plain = trained(dataset, tmp_path, **options)
     assert sum(seen) == CAMERAS * ROWS * FIRST
     seen.clear()
@@ -91,17 +90,6 @@ def test_training_is_the_same_bit_for_bit_and_the_tower_sees_each_frame_once(dat
     # Other weights have other features.
     trained(dataset, tmp_path, tmp_path / "features", seed=5, **options)
     assert sum(seen) == CAMERAS * ROWS * FIRST
-
-
-def test_later_epochs_do_without_the_tower(dataset, tmp_path, seen):
-    steps = 2 * FRAMES // ROWS
-    plain = trained(dataset, tmp_path, steps=steps)
-    seen.clear()
-    cached = trained(dataset, tmp_path, tmp_path / "features", steps=steps)
-    # Batches are made ahead: those at an epoch's end are not written when the next one is looked for.
-    assert CAMERAS * FRAMES <= sum(seen) <= CAMERAS * (FRAMES + 2 * ROWS)
-    # In another batch a frame's features are rounded otherwise.
-    assert apart(cached, plain) < 1e-6
 
 
 def test_what_a_computation_is_told_by(run):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from vla_finetuning.data.metadata import dimension_names
 from vla_finetuning.files import write_json
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.spec import PolicySpec
-from vla_finetuning.run.folder import ATTENTION_NAME, RUN_NAME
+from vla_finetuning.run.folder import RUN_NAME
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.revision import code_revision
 
@@ -90,8 +89,3 @@ def _robots(policy: PolicySpec, rows: Rows) -> dict[str, Any]:
         }
         for name, dataset in first.items()
     }
-
-
-def record_attention(output_dir: Path, choice: Mapping[str, Any]) -> None:
-    """Write `attention.json`: the training process's choice of attention kernels. Called on rank 0."""
-    write_json(output_dir / ATTENTION_NAME, dict(choice))

@@ -44,7 +44,6 @@ from vla_finetuning.report.values import advantages_chart, values_section
 from vla_finetuning.run.checkpoint import checkpoints
 from vla_finetuning.run.exported import REPORT_NAME, errors_by_robot
 from vla_finetuning.run.folder import (
-    ATTENTION_NAME,
     EVALUATION_NAME,
     METRICS_NAME,
     RUN_NAME,
@@ -195,7 +194,7 @@ def look_at_datasets(output_dir: Path) -> list[Drawn]:
 
 def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
     config = read_json(output_dir / CONFIG_NAME)
-    facts = read_json(output_dir / RUN_NAME) | {"attention": read_json(output_dir / ATTENTION_NAME)}
+    facts = read_json(output_dir / RUN_NAME)
     lines = [json.loads(line) for line in read_lines(output_dir / METRICS_NAME)]
     evaluation = read_json(output_dir / EVALUATION_NAME)
     starts = attempts(output_dir)
@@ -261,7 +260,7 @@ def _key_figures(lines: Lines, evaluation: Mapping[str, Any], done: int, total: 
 
 
 def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], lines: Lines) -> list[tuple[str, str]]:
-    """Return hardware, attention kernels, versions and time of a run as (name, value)."""
+    """Return hardware, versions and time of a run as (name, value)."""
     entries, workers = [], (config.get("scaling") or {}).get("num_workers", 0)
     if hardware := facts.get("hardware"):
         device = "GPU" if facts["use_gpu"] else "CPU"
@@ -270,10 +269,6 @@ def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], lines: Lines) ->
         cluster = f"cluster of {nodes}: {hardware['cpus']:g} CPUs{gpus}"
         memory = f"{hardware['memory_bytes'] / 2**30:.3g} GiB of memory"
         entries.append(("Hardware", f"{workers} {device} workers; {cluster}, {memory}"))
-    if attention := facts.get("attention"):
-        kernels, many = ", ".join(sorted(set(attention["backends"].values()))), len(attention["backends"])
-        entries.append(("Attention", f"{kernels}; compared with eager attention at {many} shapes before the start"))
-        entries += [("", f"not used: {plain(reason, 300)}") for reason in attention["refused"]]
     if versions := facts.get("versions"):
         text = ", ".join(f"{name} {version}" for name, version in versions.items())
         entries.append(("Versions", re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", text)))

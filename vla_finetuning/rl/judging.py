@@ -35,7 +35,7 @@ class Judge:
         device = torch.device("cuda" if use_gpu else "cpu")
         loss, self._autocast = build_model(spec, device)
         assert isinstance(loss, ValueLoss)
-        check_attention(spec, loss, device, self._autocast, None)
+        check_attention(spec, loss, device, self._autocast)
         load_checkpoint(checkpoint, {name: p for name, p in loss.named_parameters() if p.requires_grad})
         self._loss, self._device, self._rows, self._prompts = loss.eval(), device, rows, spec.prompts[-1:]
         self._collate = NumpyToTorchCollate(use_gpu)

@@ -66,7 +66,7 @@ class GrpoState(LoopState):
         device, job = worker.device, run.job
         loss, self._autocast = build_model(policy, device)
         assert isinstance(loss, FlowLoss)  # `resolve_grpo` refuses others
-        check_attention(policy, loss, device, self._autocast, job.output_dir if worker.rank == 0 else None)
+        check_attention(policy, loss, device, self._autocast)
         (preprocessor, postprocessor), (robot,) = policy.processors(), policy.robots
         acting = Acting(env=run.scene.env, rename_map=robot.rename_map, trusted=policy.trusted, opening=robot.opening)
         self.actor = Actor(

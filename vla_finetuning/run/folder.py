@@ -5,7 +5,6 @@ Files of `OUTPUT_DIR`::
     config.json           the run's options; `--resume` reads them
     run.json              description of the run: datasets, policy, hardware, versions, the plan
     statistics.json       statistics of normalisation: {"ROBOT/FEATURE": {"q01": [...], ...}}; one robot has no name
-    attention.json        kernels of attention that rank 0 of the newest attempt chose, and kernels with wrong results
     .lock                 lock of the process that drives the run
     attempts.jsonl        see run/attempts.py
     metrics.jsonl         a line per log step
@@ -80,7 +79,7 @@ from vla_finetuning.terminal import print_safe
 METRICS_NAME, LOG_NAME, ROWS_NAME = "metrics.jsonl", "run.log", "rows"
 STOP_NAME, SKIPPED_NAME, RUN_NAME = "stop", "skipped.jsonl", "run.json"
 FINISHED_NAME, LAST_CHECKPOINT_NAME = "finished.json", "last_checkpoint.json"
-STATISTICS_NAME, ATTENTION_NAME = "statistics.json", "attention.json"
+STATISTICS_NAME = "statistics.json"
 EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
 FILMS, FILMS_INDEX = "films", "films.json"
 EVALUATIONS_NAME, EVALUATIONS = "evaluations.jsonl", "evaluations"

@@ -235,9 +235,9 @@ class MetricsLines(Callback):
         is_first = state.worker.rank == 0
         self._path = keep_metrics(state.run.job.output_dir, state.step or -1) if is_first else None
 
-    def on_start(self, state: TrainState) -> None:
+    def on_start(self, state: Any) -> None:
         state.metrics.restart()
 
-    def on_log(self, state: LoopState, line: dict[str, Any]) -> None:
+    def on_log(self, state: Any, line: dict[str, Any]) -> None:
         if self._path is not None:
             append_line(self._path, json.dumps({"step": state.step, **line}))

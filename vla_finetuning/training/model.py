@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from util import TrainableOptimizer, take_optimizer
 from vla_finetuning.options.recap import ADVANTAGE, LABEL_DROPOUT
-from vla_finetuning.plan.record import record_attention
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.augment import make_augmentation
@@ -68,18 +65,12 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
     return loss, autocast
 
 
-def check_attention(
-    spec: PolicySpec, loss: PolicyLoss, device: torch.device, autocast: torch.dtype | None, record_in: Path | None
-) -> None:
-    """Choose an attention kernel that is correct on this device for the run's shapes, and record it in `record_in`."""
+def check_attention(spec: PolicySpec, loss: PolicyLoss, device: torch.device, autocast: torch.dtype | None) -> None:
+    """Choose an attention kernel that is correct on this device for the run's shapes."""
     counts = range(min(len(robot.cameras) for robot in spec.robots), spec.cameras + 1)
     shapes = [shape for cameras in counts for shape in loss.attentions(cameras, spec.prompts)]
-    if not shapes:
-        return
-    choice = choose_kernel(loss.attention, shapes, device, autocast or torch.float32)
-    loss.attention = choice.kernel
-    if record_in is not None:
-        record_attention(record_in, asdict(choice))
+    if shapes:
+        loss.attention = choose_kernel(loss.attention, shapes, device, autocast or torch.float32).kernel
 
 
 def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> TrainableOptimizer:

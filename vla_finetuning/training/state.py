@@ -217,8 +217,7 @@ class TrainState(LoopState):
         if policy.mixes_robots and policy.value is None:
             self.loss.robots = tuple(robot.name for robot in policy.robots)
             self.metrics.sums("loss_by_robot", self.loss.robots)
-        record_in = run.job.output_dir if worker.rank == 0 else None
-        check_attention(policy, self.loss, worker.device, self.autocast, record_in)
+        check_attention(policy, self.loss, worker.device, self.autocast)
         hybrid = scaling.strategy == "hsdp" and worker.world > 1
         self.model = spread(
             self.loss,
