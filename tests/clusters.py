@@ -1,6 +1,7 @@
 """The local Ray cluster of a test process: one at a time, started by the first test that needs it."""
 
 import contextlib
+import gc
 import itertools
 import os
 import shutil
@@ -10,14 +11,20 @@ from pathlib import Path
 import pytest
 import ray
 from ray._common.utils import get_default_ray_temp_dir
+from ray._private import ray_constants
 from ray.cluster_utils import Cluster
+
+from tests import forked_workers
 
 ROOT = Path(__file__).resolve().parent.parent
 _temp_dir: str | None = None
+_beside = contextlib.ExitStack()
 
 
-def start(num_cpus: int = 3, object_store_memory: int = 10**9) -> None:
+def start(num_cpus: int = 3, object_store_memory: int = 10**9, forked: bool = False) -> None:
     """A cluster whose processes inherit the environment as it is now. One that runs already is stopped first.
+
+    forked: its workers are forked from a process that has imported LeRobot.
 
     3 logical CPUs whatever the machine has: two train workers and the read tasks beside them must all be schedulable
     at once. Each more would be one more process for them, which imports LeRobot for 9 s of CPU.
@@ -27,9 +34,13 @@ def start(num_cpus: int = 3, object_store_memory: int = 10**9) -> None:
     # Ray puts Unix sockets under this folder, and their paths may have no more than about 100 characters: the
     # temporary folder of macOS is too long for that.
     _temp_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    with pytest.MonkeyPatch.context() as environment:
+    with pytest.MonkeyPatch.context() as patch:
         # Workers find the top-level modules wherever pytest was started from.
-        environment.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+        if forked:
+            for name, value in _beside.enter_context(forked_workers.forking(_temp_dir)).items():
+                patch.setenv(name, value)
+            patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", forked_workers.__file__)
         ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -44,7 +55,9 @@ def stop() -> None:
     """End the cluster, if one runs, and remove what it left."""
     global _temp_dir
     if ray.is_initialized():
+        gc.collect()  # a handle that goes later counts as one of the next cluster's, whose actors have the same ids
         ray.shutdown()
+    _beside.close()
     if _temp_dir is not None:
         shutil.rmtree(_temp_dir, ignore_errors=True)
         _temp_dir = None

@@ -136,7 +136,7 @@ def ray_cluster():
     from tests import clusters
 
     if not ray.is_initialized():
-        clusters.start()
+        clusters.start(forked=True)
 
 
 @pytest.fixture(scope="module")
