@@ -96,7 +96,6 @@ def test_another_robot_is_refused_before_it_moves(addresses, setup, error):
     [
         (observation(top=None), "lacks top, which the robot announced"),
         (observation(x="far"), "observation's x are no numbers"),
-        (observation(task=7), "needs an instruction"),
         (observation(step=-1), "timestep -1: expected a whole number"),
         (TimedObservation(timestamp="noon", timestep=0, observation={}), "timestamp 'noon': expected seconds"),
         (b"\x80\x04.", "no pickle of TimedObservation"),

@@ -65,8 +65,8 @@ class Interface:
             elif key.startswith(OBS_STR):
                 vectors[name] = trained.get(key, feature.shape)[0]
         own_names = {name: target for name, target in rename_map.items() if target in {**cameras, **vectors}}
-        width, steps = config.output_features[ACTION].shape[0], len(config.action_delta_indices or [0])
-        return cls(robot, config.type, cameras, vectors, width, steps, own_names, facts)
+        width, settings = config.output_features[ACTION].shape[0], vars(config)
+        return cls(robot, config.type, cameras, vectors, width, settings["n_action_steps"], own_names, facts)
 
     def describe(self) -> dict[str, Any]:
         """Return the metadata for clients, as JSON."""

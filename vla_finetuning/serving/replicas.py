@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from ray import serve
 
-from vla_finetuning.envs.protocol import Observation, concatenate
+from vla_finetuning.envs.protocol import Observation, concatenate, leaves
 from vla_finetuning.rollouts.player import Key, Player, PolicySource
 from vla_finetuning.rollouts.servers import load_players
 from vla_finetuning.run.failures import root_cause
@@ -47,9 +47,10 @@ def compute(players: Mapping[str, Player], requests: Sequence[Request]) -> list[
     """Answer requests, in batches of equal robot and image sizes; a failed batch is answered with an error message."""
     groups: dict[Any, list[int]] = {}
     for i, request in enumerate(requests):
-        groups.setdefault((request.robot, _shapes(request.observation)), []).append(i)
+        shapes = sorted((name, array.shape) for name, array in leaves(request.observation))
+        groups.setdefault((request.robot, *shapes), []).append(i)
     answers: dict[int, Answer | str] = {}
-    for (robot, _), rows in groups.items():
+    for (robot, *_), rows in groups.items():
         group, started = [requests[i] for i in rows], time.perf_counter()
         try:
             observation = concatenate([request.observation for request in group])
@@ -60,10 +61,6 @@ def compute(players: Mapping[str, Player], requests: Sequence[Request]) -> list[
         except Exception as error:  # other groups are still answered
             answers |= dict.fromkeys(rows, root_cause(error))
     return [answers[i] for i in range(len(requests))]
-
-
-def _shapes(observation: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple((k, _shapes(v) if isinstance(v, Mapping) else v.shape) for k, v in sorted(observation.items()))
 
 
 @serve.deployment

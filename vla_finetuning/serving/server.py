@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,11 +69,10 @@ def resolve_service(config: ServeConfig) -> Service:
         policy, folder, _ = resolve_policy(config, f"{path}/{robot}" if robot else path)
         assert folder is not None  # --policy.path is required
         check_acts(policy)
+        if not any(option.startswith("--n_action_steps=") for option in config.policy_options):
+            # Send whole chunks: clients choose how many actions they execute.
+            vars(policy)["n_action_steps"] = len(policy.action_delta_indices or [0])
         interfaces[robot] = Interface.of_export(robot, folder, policy, config.rename_map)
-        if any(option.startswith("--n_action_steps=") for option in config.policy_options):
-            interfaces[robot] = replace(interfaces[robot], chunk_size=policy.n_action_steps)
-        else:  # send whole chunks: clients choose how many actions they execute
-            vars(policy)["n_action_steps"] = interfaces[robot].chunk_size
         sources[robot] = PolicySource.of_export(folder, policy, config, env=None)
     inputs = list(dict.fromkeys(name for own in interfaces.values() for name in (*own.cameras, *own.vectors)))
     for name, target in config.rename_map.items():
