@@ -10,8 +10,6 @@ from lerobot.envs.configs import EnvConfig
 from tests.envs.point import Point
 from vla_finetuning.envs.configs import _features
 
-HOPELESS, NAN_AT = 1002, 3
-
 
 class Says(Point):
     """Says something else in its info and reward than `Point`."""
@@ -40,18 +38,6 @@ class Shown(Point):
 
     def see(self):
         return {**super().see(), self.key: self.value}
-
-
-class Breaks(Point):
-    """Its simulation diverges in one scene."""
-
-    def reset(self, *, seed=None, options=None):
-        self.seed, self.steps = seed, 0
-        return super().reset(seed=seed)
-
-    def step(self, action):
-        self.steps += 1
-        return super().step(np.full(3, np.nan) if (self.seed, self.steps) == (HOPELESS, NAN_AT) else action)
 
 
 class Measured(Point):
@@ -94,7 +80,6 @@ DEFECTS = {
     "Float": (Shown, {"key": "pixels", "value": np.zeros((32, 32, 3), np.float32)}),
     "Small": (Shown, {"key": "pixels", "value": np.zeros((16, 16, 3), np.uint8)}),
     "Lost": (Shown, {"value": np.full(3, np.nan, np.float32)}),
-    "Breaks": (Breaks, {}),
     "Measured": (Measured, {}),
 }
 for name, (entry_point, kwargs) in DEFECTS.items():

@@ -28,7 +28,7 @@ from lerobot.utils.import_utils import register_third_party_plugins
 from vla_finetuning.envs import metaworld, two_bins
 from vla_finetuning.envs.contract import checked
 from vla_finetuning.envs.libero import RenderedOnDemand
-from vla_finetuning.envs.protocol import Maker, attribute, choose_gl, load_package
+from vla_finetuning.envs.protocol import Maker, attribute, choose_gl, close_quietly, load_package
 from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, EPISODE_LENGTH, FPS
 from vla_finetuning.files import read_json
 from vla_finetuning.lerobot_options import make_config
@@ -256,32 +256,32 @@ def _makers(config: EnvConfig) -> dict[str, Maker]:
     return {f"{suite}/{number}": partial(_lerobot_env, config, suite, number) for suite, number in _create_envs(config)}
 
 
+def _of_each_task(config: EnvConfig, name: str) -> dict[str, Any]:
+    """Return an attribute of each task's environment, None where it has none. Raises as `task_makers`."""
+    values = {}
+    for task, make in task_makers(config).items():
+        env = make()
+        values[task] = attribute(env, name)
+        close_quietly(env)
+    return values
+
+
 def longest_episode(config: EnvConfig) -> int | None:
-    """Return the longest step limit of all tasks; None if there is none. Raises as `task_makers`."""
-    length = getattr(config, "episode_length", None)
-    if length is not None or type(config).create_envs is EnvConfig.create_envs:
+    """Return the longest step limit of all tasks; None if one has none. Raises as `task_makers`."""
+    if (length := getattr(config, "episode_length", None)) is not None:
         return length
-    return max(env.unwrapped._max_episode_steps for env in _create_envs(config).values())
+    limits = list(_of_each_task(config, "_max_episode_steps").values())
+    return None if None in limits else max(limits)
 
 
 def initial_state_counts(config: EnvConfig) -> dict[str, int]:
     """Return the number of initial states of each task that has a list of them; other tasks draw theirs from the seed.
 
-    The count is the attribute `initial_states` of the configuration, for all its tasks, or of an environment. Raises as
-    `task_makers`.
+    Raises as `task_makers`.
     """
-    count = getattr(config, "initial_states", None)
-    if count is not None:
-        return dict.fromkeys(task_makers(config), count)
-    counts: dict[str, int | None] = {}
-    if is_own(config) and type(config).create_envs is EnvConfig.create_envs:
-        for task, make in task_makers(config).items():
-            with contextlib.closing(make()) as env:
-                counts[task] = attribute(env, "initial_states")
-    elif type(config).create_envs is not EnvConfig.create_envs and not isinstance(config, MetaworldConfig):
-        for (suite, number), env in _create_envs(config).items():
-            counts[f"{suite}/{number}"] = attribute(_adapted(config, env), "initial_states")
-    return {task: count for task, count in counts.items() if count is not None}
+    if isinstance(config, MetaworldConfig):
+        return {}  # has none, and its fifty environments take long to make
+    return {task: count for task, count in _of_each_task(config, "initial_states").items() if count is not None}
 
 
 def how_drawn(config: EnvConfig) -> dict[str, Any]:
