@@ -32,14 +32,7 @@ from vla_finetuning.rl.recording import pending_dataset, read_episodes, record_r
 from vla_finetuning.rollouts import stage
 from vla_finetuning.rollouts.experts import play_expert
 from vla_finetuning.rollouts.player import Eyes
-from vla_finetuning.rollouts.recording import (
-    DatasetForm,
-    is_free,
-    record_dataset,
-    record_played,
-    replay_frames,
-    write_share,
-)
+from vla_finetuning.rollouts.recording import is_free, record_dataset, record_played, replay_frames, write_share
 
 OPTIONS = {
     "env.episode_length": 6,
@@ -85,7 +78,7 @@ def test_an_episode_that_does_not_repeat_is_left_out_of_the_dataset(run, tmp_pat
 
 
 def test_an_expert_that_raises_costs_its_episode_alone(tmp_path, monkeypatch):
-    config, form = env_config("two_bins", ["--episode_length=40"]), DatasetForm("recorded/two_bins", 10)
+    config = env_config("two_bins", ["--episode_length=40"])
 
     def play(env, seed, error=ValueError):
         if seed == 1:
@@ -96,13 +89,13 @@ def test_an_expert_that_raises_costs_its_episode_alone(tmp_path, monkeypatch):
     makers = task_makers(config)
     share = [(next(iter(makers)), seed) for seed in range(3)]
     monkeypatch.setattr(TwoBins, "close", lambda self: 1 / 0)  # as a broken simulator may
-    written, left_out = write_share(tmp_path / "dataset", makers, play, share, form)
+    written, left_out = write_share(tmp_path / "dataset", makers, play, share, config)
     assert written == [True, False, True] and left_out == [f"{share[1][0]}: ValueError: no plan"]
     dataset = LeRobotDataset("recorded/two_bins", root=tmp_path / "dataset", video_backend="pyav")
     frames = [play_expert(config, 0, makers[share[0][0]](), seed) for seed in (0, 2)]
     assert [dataset.meta.episodes[i]["length"] for i in range(2)] == [len(episode) for episode in frames]
     with pytest.raises(ContractError, match="no plan"):
-        write_share(tmp_path / "none", makers, partial(play, error=ContractError), share, form)
+        write_share(tmp_path / "none", makers, partial(play, error=ContractError), share, config)
 
 
 def test_an_environment_that_hangs_ends_the_process_that_writes(tmp_path, monkeypatch):
@@ -110,21 +103,21 @@ def test_an_environment_that_hangs_ends_the_process_that_writes(tmp_path, monkey
     monkeypatch.setattr(stage, "_limit", lambda seconds: limits.append(seconds) or nullcontext())
     config = env_config("two_bins", ["--episode_length=40"])
     (task, make), *_ = task_makers(config).items()
-    share, form = [(task, seed) for seed in (0, 1)], DatasetForm("recorded/two_bins", 10)
+    share = [(task, seed) for seed in (0, 1)]
     monkeypatch.setenv("VLA_STEP_TIMEOUT_S", "7")
     monkeypatch.setattr(ray, "wait", lambda tasks, timeout: (tasks[:1], tasks[1:]))
     play, about = partial(play_expert, config, 0), lambda _: {}
     with tasks_here():
-        record_dataset(tmp_path / "dataset", {task: make}, play, share, form, about, "nothing")
+        record_dataset(tmp_path / "dataset", {task: make}, play, share, config, about, "nothing")
     assert limits[:3] == [stage.MAKE_LIMIT_S, stage.MAKE_LIMIT_S, 7] and set(limits[3:]) == {7}
     died = mock.patch.object(ray, "get", mock.Mock(side_effect=WorkerCrashedError))
     with tasks_here(), died, pytest.raises(RuntimeError, match="a part of none cannot be .*VLA_STEP_TIMEOUT_S"):
-        record_dataset(tmp_path / "none", {task: make}, play, share, form, about, "nothing")
+        record_dataset(tmp_path / "none", {task: make}, play, share, config, about, "nothing")
 
 
 def test_a_node_that_does_not_share_the_path_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"does not see {tmp_path / 'parts'}.*a path that all nodes share"):
-        write_share(tmp_path / "parts" / "0", {}, play_expert, [], DatasetForm("recorded/two_bins", 10))
+        write_share(tmp_path / "parts" / "0", {}, play_expert, [], env_config("two_bins"))
 
 
 def test_an_empty_mount_point_is_refused(tmp_path, monkeypatch):
@@ -151,8 +144,7 @@ def test_the_dataset_is_what_gymnasium_shows_for_these_actions(run, tmp_path):
     episodes = list(read_episodes(run))
     root, share = tmp_path / "dataset", [(line["task"], (line, actions)) for line, actions in episodes]
     play = partial(replay_frames, Eyes(run.scene.env, run.policy.config))
-    form = DatasetForm("recorded/policy", run.scene.env.fps, "two_bins")
-    assert write_share(root, task_makers(run.scene.env), play, share, form) == ([True] * len(episodes), [])
+    assert write_share(root, task_makers(run.scene.env), play, share, run.scene.env) == ([True] * len(episodes), [])
     dataset, row = LeRobotDataset("recorded/policy", root=root, video_backend="pyav"), 0
     for line, actions in episodes:
         env = gymnasium.make(two_bins.GYM_ID, max_episode_steps=6)

@@ -15,10 +15,10 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.utils.constants import ACTION
 
 from vla_finetuning.columns import SUBTASK
-from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, is_own, task_makers
+from vla_finetuning.envs.configs import MetaworldConfig, env_config, is_own, task_makers
 from vla_finetuning.envs.protocol import Maker, choose_initial_state
 from vla_finetuning.options.programs import RecordConfig
-from vla_finetuning.rollouts.recording import DatasetForm, Frame, is_free, record_dataset
+from vla_finetuning.rollouts.recording import Frame, is_free, record_dataset
 
 # Environments with scripted experts (`expert_action`), and their default options. Those of Meta-World are the usual
 # image size of policies and the fastest rendering.
@@ -87,12 +87,11 @@ def record(config: RecordConfig, env: EnvConfig, makers: Mapping[str, Maker], ro
             failed[task] += [] if success else [seed]
         return failed
 
-    about = {"drawn": how_drawn(env), "task": env.task, "seed": config.seed, "episodes": config.episodes}
-    form = DatasetForm(f"recorded/{env.type}", env.fps)
+    about = {"task": env.task, "seed": config.seed, "episodes": config.episodes}
     play = partial(play_expert, env, config.seed)
     nothing = f"the experts of {', '.join(makers)} succeeded in no episode"
     written = record_dataset(
-        root, makers, play, episodes, form, lambda flags: {**about, "failed": failures(flags)}, nothing
+        root, makers, play, episodes, env, lambda flags: {**about, "failed": failures(flags)}, nothing
     )
     lines = [
         f"{'Recorded' if i == 0 else '':12} {config.episodes - len(seeds)} of {config.episodes}  {task}"

@@ -13,7 +13,6 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 import numpy as np
 import ray
+from lerobot.envs.configs import EnvConfig
 from lerobot.utils.constants import ACTION, DONE, REWARD
 from ray.exceptions import WorkerCrashedError
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # experts are recorded without PyTorch
 
     from vla_finetuning.rollouts.player import Eyes
 
-REPO_ID, SUCCESS = "recorded/policy", "next.success"
+REPO_ID, SUCCESS = "recorded/episodes", "next.success"  # LeRobot's writer needs a name; nothing reads it
 # Episodes that one task writes as a dataset of its own; more would balance worse, fewer would mostly start processes.
 SHARE_EPISODES = 10
 # Interval of lines about parts while none is written.
@@ -54,17 +54,8 @@ Play = Callable[[gymnasium.Env[Any, Any], Any], Iterable[Frame] | None]
 Share = Sequence[tuple[str, Any]]
 
 
-@dataclass(frozen=True)
-class DatasetForm:
-    """Name and frame rate of a dataset; `robot_type` is for an environment that names no robot."""
-
-    repo_id: str
-    fps: int
-    robot_type: str | None = None
-
-
 def write_share(
-    folder: Path, makers: Mapping[str, Maker], play: Play, share: Share, form: DatasetForm
+    folder: Path, makers: Mapping[str, Maker], play: Play, share: Share, env_config: EnvConfig
 ) -> tuple[list[bool], list[str]]:
     """Write the episodes of a share as a dataset in `folder`, which is emptied first. Runs in a Ray task.
 
@@ -92,7 +83,7 @@ def write_share(
                 try:
                     for frame in _frames(play, env, episode):
                         if dataset is None:
-                            dataset = _create(folder, form, env, frame)
+                            dataset = _create(folder, env_config, env, frame)
                         dataset.add_frame(frame)
                         written[-1] = True
                 except NotRepeatedError as error:
@@ -120,16 +111,16 @@ def _frames(play: Play, env: gymnasium.Env[Any, Any], episode: Any) -> Iterator[
         raise NotRepeatedError(f"{type(error).__name__}: {error}") from error
 
 
-def _create(folder: Path, form: DatasetForm, env: gymnasium.Env[Any, Any], frame: Frame) -> LeRobotDataset:
+def _create(folder: Path, config: EnvConfig, env: gymnasium.Env[Any, Any], frame: Frame) -> LeRobotDataset:
     from lerobot.datasets.lerobot_dataset import LeRobotDataset  # needed for recording only, and takes seconds
 
     names = attribute(env, "dimension_names") or {}
     return LeRobotDataset.create(
-        form.repo_id,
-        form.fps,
+        REPO_ID,
+        config.fps,
         {key: _feature(value, names.get(key)) for key, value in frame.items() if key != "task"},
         root=folder,
-        robot_type=attribute(env, "robot_type") or form.robot_type,
+        robot_type=attribute(env, "robot_type") or config.type,
         video_backend="pyav",
     )
 
@@ -147,7 +138,7 @@ def record_dataset(
     makers: Mapping[str, Maker],
     play: Play,
     episodes: Share,
-    form: DatasetForm,
+    env_config: EnvConfig,
     about: Callable[[list[bool]], Mapping[str, Any]],
     nothing: str,
 ) -> list[bool]:
@@ -157,7 +148,7 @@ def record_dataset(
 
     Args:
         root: folder of the dataset; `is_free` is true of it.
-        about: function from the returned flags to the content of environment.json.
+        about: function from the returned flags to the content of environment.json, besides how images are drawn.
     """
     shares, step_limit_s = list(itertools.batched(episodes, SHARE_EPISODES)), Timeouts.from_environment().step
     limited = {name: partial(Limited, make, step_limit_s) for name, make in makers.items()}
@@ -167,7 +158,7 @@ def record_dataset(
     partial_folder.mkdir(parents=True, exist_ok=True)
     task: Any = ray.remote(write_share).options(num_cpus=1)
     pending = [
-        task.remote(folder, {name: limited[name] for name, _ in share}, play, share, form)
+        task.remote(folder, {name: limited[name] for name, _ in share}, play, share, env_config)
         for folder, share in zip(folders, shares, strict=True)
     ]
     running = list(pending)
@@ -185,8 +176,8 @@ def record_dataset(
         if left_out:
             print_safe(f"left out     {len(left_out)} episodes, e.g. of {left_out[0]}")
         merged = partial_folder / "dataset"
-        merge_datasets(form.repo_id, full, merged)
-        write_json(merged / "meta" / ENVIRONMENT_NAME, about(written))
+        merge_datasets(REPO_ID, full, merged)
+        write_json(merged / "meta" / ENVIRONMENT_NAME, {"drawn": how_drawn(env_config), **about(written)})
         merged.rename(root)  # absent, or an empty folder
     except WorkerCrashedError as error:
         why = f"its process died at each attempt, or a step took more than {step_limit_s:g} s (VLA_STEP_TIMEOUT_S)"
@@ -232,7 +223,7 @@ def is_recorded(root: Path, about: Mapping[str, Any], flag: str = "--eval.record
     """Return whether a folder holds the dataset of `record_played`. Raises ValueError if it holds something else."""
     if is_free(root, flag):
         return False
-    stored = {"errors": 0, **read_json(root / "meta" / ENVIRONMENT_NAME).get("evaluation", {})}
+    stored = read_json(root / "meta" / ENVIRONMENT_NAME).get("evaluation", {})
     if not json.loads(json.dumps(about)).items() <= stored.items():
         raise ValueError(
             f"{flag}={root} exists and is not empty, and not of exactly these episodes: name a new folder, or remove it"
@@ -248,10 +239,8 @@ def record_played(
     `about` is the identity of the evaluation, as JSON. Runs on the driver, joined to a cluster.
     """
     played = [(line["task"], (line, actions)) for line, actions in episodes]
-    form = DatasetForm(REPO_ID, eyes.env.fps, eyes.env.type)
-    facts = {"drawn": how_drawn(eyes.env), "evaluation": about}
-    nothing = "no episode could be repeated from its actions"
-    written = record_dataset(root, makers, partial(replay_frames, eyes), played, form, lambda _: facts, nothing)
+    play, nothing = partial(replay_frames, eyes), "no episode could be repeated from its actions"
+    written = record_dataset(root, makers, play, played, eyes.env, lambda _: {"evaluation": about}, nothing)
     lines = [line for (line, _), is_written in zip(episodes, written, strict=True) if is_written]
     succeeded, left_out = sum(line["success_once"] for line in lines), len(episodes) - len(lines)
     besides = f"; {left_out} left out, which do not repeat: their environment is not deterministic" if left_out else ""
