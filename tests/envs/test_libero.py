@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -17,7 +18,7 @@ from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.libero import RenderedOnDemand
 from vla_finetuning.envs.protocol import choose_gl
 from vla_finetuning.options.environment import EvalOptions
-from vla_finetuning.rollouts.episodes import Condition, episode_list
+from vla_finetuning.rollouts.episodes import Acted, Condition, episode_list
 from vla_finetuning.rollouts.servers import play
 
 choose_gl()
@@ -107,17 +108,16 @@ def test_what_is_seen_is_what_lerobot_sees():
 class Feeling:
     """A source of a player whose actions are `actions_of` what its arm feels."""
 
-    weights_bytes = 0
+    weights_bytes, device = 0, "cpu"
 
     def load(self, threads, other=None):
-        def decide(seen, _, keys):
+        def act(seen, _, keys, *late):
             joints = seen["robot_state"]["joints"]
             rows = [{"joints": {name: joints[name][row] for name in joints}} for row in range(len(keys))]
             assert all(image.std() > 10 for images in seen["pixels"].values() for image in images)
-            return np.stack([actions_of(row) for row in rows])
+            return [Acted(actions_of(row)) for row in rows]
 
-        decide.written = ()
-        return decide
+        return SimpleNamespace(act=act)
 
 
 @pytest.mark.ray

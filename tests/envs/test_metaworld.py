@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -13,7 +14,7 @@ from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.metaworld import EPISODE_LENGTH, GYM_ID
 from vla_finetuning.envs.protocol import choose_gl
 from vla_finetuning.options.environment import EvalOptions
-from vla_finetuning.rollouts.episodes import Condition, episode_list
+from vla_finetuning.rollouts.episodes import Acted, Condition, episode_list
 from vla_finetuning.rollouts.servers import play
 
 choose_gl()
@@ -84,17 +85,17 @@ class Experts:
 
     tasks: tuple[str, ...]
 
-    weights_bytes = 0
+    weights_bytes, device = 0, "cpu"
 
     def load(self, threads, other=None):
         experts = {task: policies.ENV_POLICY_MAP[task]() for task in self.tasks}
 
-        def decide(seen, _, keys):
+        def act(seen, _, keys, *late):
             rows = zip(keys, seen["environment_state"], strict=True)
-            return np.clip([[experts[key[1]].get_action(state)] for key, state in rows], -1, 1).astype(np.float32)
+            actions = np.clip([[experts[key[1]].get_action(state)] for key, state in rows], -1, 1)
+            return list(map(Acted, actions.astype(np.float32)))
 
-        decide.written = ()
-        return decide
+        return SimpleNamespace(act=act)
 
 
 def plain_loop(task, seeds):

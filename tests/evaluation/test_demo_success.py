@@ -13,7 +13,7 @@ def test_shown_are_a_scene_of_each_instruction_under_every_condition_and_failure
         return {**named, "error": None, "success_once": success}
 
     lines = [line(name, seed, name == "a" and seed != 4) for seed in (4, 2, 3, 1) for name in ("trained", "untrained")]
-    shown = [(found["condition"], found["seed"]) for found in _select_films(lines, ["trained", "untrained"])]
+    shown = [(found["condition"], found["seed"]) for found, _ in _select_films([(line, None) for line in lines])]
     assert shown == [("trained", 1), ("untrained", 1), ("trained", 3), ("untrained", 3), ("trained", 2), ("trained", 4)]
 
 

@@ -13,7 +13,7 @@ from vla_finetuning.evaluation.episodes import (
     read_actions,
     read_evaluation,
 )
-from vla_finetuning.rollouts.episodes import Ended, episode_list, line_of, noise
+from vla_finetuning.rollouts.episodes import episode_list, line_of, noise
 
 ABOUT = {"policy": "a"}
 
@@ -23,8 +23,10 @@ def episodes():
     return episode_list(("plain", "other"), ["two_bins"], 3, seed=1000)
 
 
-def ended(number, success=True):
-    return Ended(number, "go", success, success, False, 7, 1.0, f"state {number}", {"reached": "red"})
+def ended(episode, success=True):
+    outcome = {"instruction": "go", "success_once": success, "success_at_end": success, "success_at_reset": False}
+    outcome |= {"steps": 7, "total_reward": 1.0, "initial_state": f"state {episode.seed - 1000}"}
+    return line_of(episode, 3, info={"reached": "red"}, **outcome)
 
 
 def test_the_list_has_the_same_seeds_for_every_condition_as_lerobot_eval(episodes):
@@ -49,10 +51,10 @@ def test_noise_is_a_function_of_its_four_names_and_of_nothing_else():
 def test_lines_come_back_in_the_lists_order(tmp_path, episodes):
     book = EvaluationFolder(tmp_path, ABOUT, episodes)
     for number in (4, 0, 5, 2, 1):
-        book.write(line_of(episodes[number], ended(number, number != 5), 3))
+        book.write(ended(episodes[number], number != 5))
     with pytest.raises(ValueError, match="1 of 6 episodes are not done.*same flags"):
         read_evaluation(tmp_path)
-    book.write(line_of(episodes[3], Ended(3, error="its process died"), 2))
+    book.write(line_of(episodes[3], 2, error="its process died"))
     about, lines = read_evaluation(tmp_path)
     assert about["policy"] == "a"
     assert [(line["condition"], line["seed"]) for line in lines] == [(e.condition, e.seed) for e in episodes]
@@ -65,23 +67,23 @@ def test_lines_come_back_in_the_lists_order(tmp_path, episodes):
 def test_a_killed_evaluation_goes_on_with_what_it_lacks(tmp_path, episodes):
     """A line that was cut off does not count, nor one of an error; neither is left in the file."""
     book = EvaluationFolder(tmp_path, ABOUT, episodes)
-    book.write(line_of(episodes[0], ended(0), 3))
-    book.write(line_of(episodes[1], Ended(1, error="its process died"), 0))
+    book.write(ended(episodes[0]))
+    book.write(line_of(episodes[1], 0, error="its process died"))
     with (tmp_path / EPISODES_NAME).open("a") as file:
         file.write('{"condition": "pl')
     with (tmp_path / ACTIONS_NAME).open("a") as file:
         file.write('{"condition": "pl')
     book = EvaluationFolder(tmp_path, ABOUT, episodes)
-    assert [book.is_done(episode) for episode in episodes] == [True] + [False] * 5
+    assert book.pending == episodes[1:]
     for number in range(1, 6):
-        book.write(line_of(episodes[number], ended(number), 3), np.full((7, 2), number, np.float32))
-    assert [actions[0, 0] for _, actions in read_actions(tmp_path)] == [1, 2, 3, 4, 5]
+        book.write(ended(episodes[number]), np.full((7, 2), number, np.float32))
+    assert [actions[0, 0] for actions in read_actions(tmp_path).values()] == [1, 2, 3, 4, 5]
     assert len((tmp_path / EPISODES_NAME).read_text().splitlines()) == 6
     assert all(line["error"] is None for line in read_evaluation(tmp_path)[1])
 
 
 def test_another_evaluation_in_the_folder_is_left_alone(tmp_path, episodes):
-    EvaluationFolder(tmp_path, ABOUT, episodes).write(line_of(episodes[0], ended(0), 3))
+    EvaluationFolder(tmp_path, ABOUT, episodes).write(ended(episodes[0]))
     before = (tmp_path / EPISODES_NAME).read_text()
     with pytest.raises(ValueError, match="differs in policy.*--output_dir"):
         EvaluationFolder(tmp_path, {"policy": "b"}, episodes)

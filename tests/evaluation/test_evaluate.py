@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import gymnasium
 import numpy as np
 import pytest
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
@@ -24,7 +23,6 @@ from tests.rollouts.test_player import STATS, act_config, make_base, masked, obs
 from tests.serving.servers import make_service
 from vla_finetuning.buckets import mirror
 from vla_finetuning.buckets.mirror import as_path
-from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.protocol import select_rows
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.evaluation import trial
@@ -32,6 +30,7 @@ from vla_finetuning.evaluation.episodes import read_actions, read_evaluation
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.command_line import parse_evaluate
 from vla_finetuning.policies.saving import save_pretrained
+from vla_finetuning.rollouts.episodes import OUTCOME
 from vla_finetuning.rollouts.player import Player
 
 SUBTASK, SELECT = "--policy.subtask=true", "--eval.controller=select_action"
@@ -45,6 +44,11 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluate") / "act"
     save_pretrained(ACTPolicy(config), *make_pre_post_processors(config, dataset_stats=STATS), folder)
     return folder
+
+
+def actions_of(folder):
+    """The executed actions of each episode, by its seed."""
+    return {key[3]: actions for key, actions in read_actions(folder).items()}
 
 
 def lines_of(folder):
@@ -98,8 +102,8 @@ def test_success_over_latencies(evaluated, flags, tmp_path, capsys):
     assert len({line["initial_state"] for line in lines_of(late)}) == 3
     page = check_page((late / "report.html").read_text())
     assert "0.11 s, all episodes 0 3" in page.text and "latency / ms" in page.text
-    executed = {(line["condition"], line["seed"]): actions for line, actions in read_actions(late)}
-    at_once = {line["seed"]: actions for line, actions in read_actions(evaluated[0])}
+    executed = {(key[0], key[3]): actions for key, actions in read_actions(late).items()}
+    at_once = actions_of(evaluated[0])
     for seed in (1000, 1001, 1002):
         assert (executed["latency 0 s", seed] == at_once[seed]).all()
         assert not (executed["latency 0.1 s", seed] == executed["latency 0.11 s", seed]).all()
@@ -111,21 +115,31 @@ def test_success_over_latencies(evaluated, flags, tmp_path, capsys):
 
 @pytest.mark.ray
 def test_a_killed_evaluation_goes_on_and_two_are_compared(evaluated, flags, tmp_path, capsys, monkeypatch):
-    """After two episodes: the rest is played, and those two are not."""
-    a, b, shown = tmp_path / "a", tmp_path / "b", []
+    """After two episodes: the rest is played, and those two are not; then the one that ended in an error."""
+    a, b, shown, played = tmp_path / "a", tmp_path / "b", [], []
     shutil.copytree(evaluated[0], a)
-    lines, actions = lines_of(a), {line["seed"]: executed for line, executed in read_actions(a)}
+    lines, actions = lines_of(a), actions_of(a)
     kept = [{**line, "steps": -1} for line in lines[:2]]
     (a / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"cond')
 
     def play(pending, *_, on_end, **__):
-        assert sorted(episode.seed for episode in pending) == sorted(line["seed"] for line in lines[2:])
-        for line in lines[2:]:
-            on_end(line, actions[line["seed"]])
+        played.append({episode.seed for episode in pending})
+        for line in lines:
+            if line["seed"] in played[-1] and (line is not lines[-1] or len(played) > 1):
+                on_end(line, actions[line["seed"]])
+        if len(played) == 1:
+            on_end({**lines[-1], **dict.fromkeys(OUTCOME), "error": "its process died"}, None)
 
     with monkeypatch.context() as patch:
         patch.setattr(trial, "play", play)
+        assert evaluate.main([*flags, f"--output_dir={a}"]) == 1
+        out = capsys.readouterr().out
+        assert "6 asked for: 1 ended in an error" in out and f"seed {lines[-1]['seed']}: its process died" in out
+        assert evaluate.main(["--compare", str(a), str(a)]) == 1
+        left_out = "1 of 6 episodes asked for are left out: 1 ended in an error with A, 1 with B"
+        assert left_out in capsys.readouterr().out
         assert evaluate.main([*flags, f"--output_dir={a}"]) == 0
+        assert played == [{line["seed"] for line in lines[2:]}, {lines[-1]["seed"]}]
         assert lines_of(a) == [*kept, *lines[2:]]
         patch.setattr(trial, "play", None)  # nothing is left to play
         patch.setattr(trial, "make_films", None)  # nor to be shown
@@ -164,30 +178,14 @@ def recorded(evaluated, flags):
 
 
 @pytest.mark.ray
-def test_the_dataset_is_what_gymnasium_shows_for_the_same_actions(evaluated, recorded):
-    dataset = LeRobotDataset("recorded/policy", root=recorded[0], video_backend="pyav")
-    actions = {named["seed"]: executed for named, executed in read_actions(evaluated[0])}
-    assert dataset.meta.total_episodes == 6
+def test_the_dataset_has_the_episodes_in_the_lists_order(evaluated, recorded):
+    """tests/rl/test_recording.py compares each frame with what gymnasium shows."""
+    dataset, actions = LeRobotDataset("x/recorded", root=recorded[0], video_backend="pyav"), actions_of(evaluated[0])
+    assert dataset.meta.total_episodes == 6 and len(dataset) == 6 * 12
     assert dataset.meta.features["action"]["names"] == ["x_cm", "y_cm", "z_cm"]
-    row = 0
-    for line in read_evaluation(evaluated[0])[1]:
-        env = gymnasium.make(two_bins.GYM_ID, max_episode_steps=12)
-        seen, _ = env.reset(seed=line["seed"])
-        for action in actions[line["seed"]]:
-            frame = dataset[row]
-            assert frame["task"] == env.unwrapped.task_description
-            np.testing.assert_allclose(frame["observation.state"], seen["agent_pos"], atol=1e-5)
-            np.testing.assert_array_equal(frame["action"], action.astype(np.float32))
-            for camera, image in seen["pixels"].items():
-                shown = (frame[f"observation.images.{camera}"].permute(1, 2, 0) * 255).numpy()
-                assert np.abs(shown - image).mean() < 8  # as videos are
-            seen, reward, terminated, truncated, info = env.step(action)
-            assert float(frame["next.reward"]) == reward
-            assert bool(frame["next.success"]) == info["is_success"]
-            assert bool(frame["next.done"]) == (terminated or truncated)
-            row += 1
-        env.close()
-    assert row == len(dataset)
+    for row, line in zip(range(0, 72, 12), read_evaluation(evaluated[0])[1], strict=True):
+        np.testing.assert_array_equal(dataset[row]["action"], actions[line["seed"]][0].astype(np.float32))
+        assert dataset[row]["task"] == line["instruction"]
 
 
 @pytest.mark.ray
@@ -237,9 +235,9 @@ def test_a_policy_is_played_late_in_real_time(tmp_path):
     # One of the first chunk's 4 actions is left out: it arrives when that is over.
     player, seen = found.source.load(1), select_rows(observed(), [0])
     task = list(INSTRUCTIONS.values())[:1]
-    (first,), left = player.act_late(seen, task, [(7, "two_bins", 0, 0)], 1, None)
-    (second,), _ = player.act_late(seen, task, [(7, "two_bins", 0, 1)], 1, left)
-    assert (len(first), len(second)) == (3, 4)
+    (first,) = player.act(seen, task, [(7, "two_bins", 0, 0)], 1)
+    (second,) = player.act(seen, task, [(7, "two_bins", 0, 1)], 1, [first.left])
+    assert (len(first.actions), len(second.actions)) == (3, 4)
 
 
 def test_a_policy_that_was_trained_with_masked_cameras_is_not_refused(masked, tmp_path):  # noqa: F811
@@ -280,8 +278,7 @@ def test_from_a_bucket_to_a_bucket(ray_cluster, folder, tmp_path, capsys, monkey
         assert puts[-2:] == ["actions.jsonl", "episodes.jsonl"]
         forget()
         assert read_evaluation(as_path(there))[1] == lines
-        played = {line["seed"]: actions for line, actions in read_actions(as_path(there))}
-        expected = {line["seed"]: actions for line, actions in read_actions(plain)}
+        played, expected = actions_of(as_path(there)), actions_of(plain)
         assert played.keys() == {1002, 1003} and all((played[n] == expected[n]).all() for n in played)
         assert len(check_page(Bucket(there).read("report.html").decode()).all("img")) == 1
         capsys.readouterr()
@@ -378,9 +375,8 @@ def test_a_text_is_written_where_that_was_learned(folder, tmp_path, monkeypatch)
     (served,) = make_service(base, SUBTASK).sources.values()
     monkeypatch.setattr(Player, "_write", lambda self, batch: ["a"])
     for source in (found.source, replace(served, env=found.env)):
-        player = source.load(1)
-        player(select_rows(observed(), [0]), ["go"], [(7, "two_bins", 0, 0)])
-        assert player.written == ["a"]
+        (acted,) = source.load(1).act(select_rows(observed(), [0]), ["go"], [(7, "two_bins", 0, 0)])
+        assert acted.text == "a"
 
 
 def test_failures_are_shown_first_and_of_every_task_some():

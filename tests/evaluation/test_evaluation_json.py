@@ -17,7 +17,7 @@ from tests.datasets import make_dataset
 from tests.in_process import TINY
 from tests.tiny import make_base, perturb
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.evaluation import after_training, open_loop, side_by_side
+from vla_finetuning.evaluation import after_training, demo_success, open_loop
 from vla_finetuning.evaluation.demo_success import LABELS
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.datasets import find_datasets
@@ -26,6 +26,7 @@ from vla_finetuning.plan.matching import policy_data
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base
+from vla_finetuning.rollouts import servers
 from vla_finetuning.run import cluster
 from vla_finetuning.training.export import in_own_names
 
@@ -68,14 +69,14 @@ def test_success_of_the_demo_is_a_plain_computation(run, monkeypatch, capsys):
             if error:
                 line = dict.fromkeys(line) | {"error": "died"}
             played.append(vars(episode) | line)
-            on_end(played[-1], np.zeros((1, 3)))
+            on_end(played[-1], None if error else np.zeros((1, 3)))
 
     error = dict.fromkeys(("mean_action", "policy", "other_instruction"), {"mse": 1.0, "mae": [1.0] * 3})
     errors = {"trained": {"frames": 1, **error}, "tools": ALIKE}
     monkeypatch.setattr(cluster, "run_remote", lambda *_, **__: errors)
     monkeypatch.setattr(after_training, "is_demo", lambda *_: True)
-    monkeypatch.setattr(side_by_side, "play", play)
-    monkeypatch.setattr(side_by_side, "make_films", lambda *_: FILMS)
+    monkeypatch.setattr(servers, "play", play)
+    monkeypatch.setattr(demo_success, "make_films", lambda *_: FILMS)
     found = evaluated(run)
     assert found | {"closed_loop": None} == {**errors, "closed_loop": None, "films": FILMS}
     check(found["closed_loop"], closed_loop_by_hand(played))

@@ -31,7 +31,7 @@ from vla_finetuning.rl.objectives import ppo
 from vla_finetuning.rl.objectives.base import sum_means
 from vla_finetuning.rl.objectives.ppo import PPO
 from vla_finetuning.rl.resolve import decision_bytes, describe_grpo, resolve_grpo
-from vla_finetuning.rollouts.episodes import Ended, Episode, Playing, line_of
+from vla_finetuning.rollouts.episodes import Episode, Playing, line_of
 from vla_finetuning.rollouts.player import Acting, Player
 from vla_finetuning.rollouts.stage import Stage
 from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
@@ -62,13 +62,13 @@ class LocalRollouts:
             for decision, chunk in zip(decisions, actions, strict=True):
                 chunks[decision.number].append(chunk)
             (over, decisions), seen = self._stage.advance([], actions)
-            ended |= {one.number: one for one in over}
-        for n, one in sorted(ended.items()):
+            ended |= over
+        for n, line in sorted(ended.items()):
             # Worth something at the end, as success is.
             worth = self._worth(n)
-            rewards = (*[0.0] * (len(one.rewards) - 1), worth)
-            one = replace(one, success_once=worth > 0, total_reward=worth, rewards=rewards)
-            found[n] = line_of(episodes[n], one, len(chunks[n])), np.concatenate(chunks[n])[: one.steps]
+            rewards = (*[0.0] * (len(line["rewards"]) - 1), worth)
+            line |= {"success_once": worth > 0, "total_reward": worth, "rewards": rewards}
+            found[n] = line, np.concatenate(chunks[n])[: line["steps"]]
         return found
 
     def take_seconds(self):
@@ -146,7 +146,7 @@ def failing(monkeypatch, fails):
     def played(self, episodes, decide, **options):
         found = play(self, episodes, decide, **options)
         for number in [number for number in episodes if fails(number, isinstance(decide, StochasticActor))]:
-            found[number] = line_of(episodes[number], Ended(number, error="the simulation diverged"), 0), None
+            found[number] = line_of(episodes[number], 0, error="the simulation diverged"), None
         return found
 
     monkeypatch.setattr(LocalRollouts, "play_here", played)
@@ -516,12 +516,12 @@ def test_fresh_episodes_begin_in_reserved_states_too(base, tmp_path, monkeypatch
     run, fresh, trusted = in_lists(base, tmp_path / "run", **{"policy.trust_remote_code": "true"}), [], []
     (run.job.output_dir / "pretrained_model").symlink_to(base)
 
-    def compare(conditions, sources, *_, number, count, **__):
+    def played(episodes, conditions, sources, *_, **__):
         trusted.extend(source.trusted for source in sources.values())
-        fresh.extend(number("far/0", i) for i in range(count))
-        return SimpleNamespace(played=lambda _: [], score=lambda *_: {}, films=lambda *_: [])
+        fresh.extend(one.episode for one in episodes if (one.condition, one.task) == ("after", "far/0"))
+        return []
 
-    monkeypatch.setattr(before_after, "SideBySide", compare)
+    monkeypatch.setattr(before_after, "play_all", played)
     before_after.before_and_after(run)
     held_out = [run.scene.eval_number("far/0", i) for i in range(run.config.eval.n_episodes)]
     assert trusted == [True, True] and {number % 3 for number in [*held_out, *fresh]} == {2}

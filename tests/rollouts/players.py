@@ -12,7 +12,7 @@ from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.protocol import stack
 from vla_finetuning.envs.two_bins import TwoBins
 from vla_finetuning.envs.two_bins_scene import BINS, EPISODE_LENGTH, INSTRUCTIONS
-from vla_finetuning.rollouts.episodes import LeftOver, noise
+from vla_finetuning.rollouts.episodes import Acted, LeftOver, noise
 
 # Of the actions of a chunk, where it is late.
 EXECUTED = 3
@@ -35,8 +35,9 @@ class Seeing:
     dies: str | None = None
     dies_after: int = 0
     writes: bool = False
+    device: str = "cpu"
 
-    weights_bytes, written = 0, ()
+    weights_bytes = 0
 
     def load(self, threads, other=None):
         return self
@@ -49,7 +50,6 @@ class Seeing:
         if self.notes:
             with open(self.notes, "a") as file:
                 file.write(f"{len(keys)}\n")
-        self.written = [f"{key[2]} {key[3]}" for key in keys] if self.writes else ()
         chunks = []
         for image, position, instruction, key in zip(
             observation["pixels"]["top"], observation["agent_pos"], instructions, keys, strict=True
@@ -61,11 +61,14 @@ class Seeing:
             chunks.append(position + (goal - position) * np.linspace(0.2, 1, 5)[:, None])
         return np.array(chunks, np.float32)
 
-    def act_late(self, observation, instructions, keys, delay, left):
-        chunks = self(observation, instructions, keys)
-        begun = [chunk[:0] for chunk in chunks] if left is None else [last.actions for last in left]
-        executed = [np.concatenate([old, chunk[len(old) : EXECUTED]]) for old, chunk in zip(begun, chunks, strict=True)]
-        return executed, [LeftOver(chunk[EXECUTED : EXECUTED + delay], None) for chunk in chunks]
+    def act(self, observation, instructions, keys, delay, left):
+        acted = []
+        for chunk, key, last in zip(self(observation, instructions, keys), keys, left, strict=True):
+            text = f"{key[2]} {key[3]}" if self.writes else None
+            old = chunk[:0] if last is None else last.actions
+            late = np.concatenate([old, chunk[len(old) : EXECUTED]]), LeftOver(chunk[EXECUTED:][:delay], None)
+            acted.append(Acted(*(late if delay else (chunk, None)), text))
+        return acted
 
 
 def plain_loop(seed, key, replaced=(), delay=None, **options):

@@ -6,15 +6,13 @@ import signal
 from functools import partial
 
 import gymnasium
-import numpy as np
 import pytest
 import ray
 
-from tests.rollouts.players import FAULTY_ID, Seeing, plain_loop
+from tests.rollouts.players import Seeing, plain_loop
 from vla_finetuning.envs import two_bins
-from vla_finetuning.rollouts import scheduler
 from vla_finetuning.rollouts.episodes import Episode
-from vla_finetuning.rollouts.scheduler import NoCapacityError, Scheduler
+from vla_finetuning.rollouts.scheduler import Scheduler
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 MAKERS = {"two_bins": partial(gymnasium.make, f"{two_bins.__name__}:{two_bins.GYM_ID}", max_episode_steps=30)}
@@ -34,8 +32,8 @@ class Scattered:
         return Seeing()(observation, [decision.instruction for decision in decisions], keys)
 
 
-def make_scheduler(makers=MAKERS, stages=3, slots=3, cpus=0.1):
-    return Scheduler(makers, stages=stages, slots=slots, cpus=cpus, step_limit_s=60.0)
+def make_scheduler(stages=3, slots=3, cpus=0.1):
+    return Scheduler(MAKERS, stages=stages, slots=slots, cpus=cpus, step_limit_s=60.0)
 
 
 def play(rollouts, disturb=lambda rollouts, asked: None):
@@ -48,11 +46,6 @@ def play(rollouts, disturb=lambda rollouts, asked: None):
 
     played = rollouts.play_here(EPISODES, disturbed)
     return {number: line for number, (line, _) in played.items()}, decide.asked, rollouts.take_seconds()
-
-
-def play_with(*made, **options):
-    with contextlib.closing(make_scheduler(*made, **options)) as rollouts:
-        return play(rollouts)
 
 
 @pytest.fixture(scope="module")
@@ -112,28 +105,3 @@ def test_a_process_that_is_killed_changes_nothing(rollouts, undisturbed):
     assert rollouts.take_seconds()[0] > 0  # the others'
     ended, asked, _ = play(rollouts, kill)
     assert len(set(killed)) == 2 and (ended, asked) == undisturbed[:2]
-
-
-def test_one_that_fails_always_is_an_error_and_its_companions_are_not(undisturbed):
-    """Two of twelve: both episodes that begin in one scene."""
-    options = {"seed": 103, "how": "raises", "max_episode_steps": 30}
-    ended, _, _ = play_with({"two_bins": partial(gymnasium.make, f"tests.rollouts.players:{FAULTY_ID}", **options)})
-    failed = [ended.pop(number) for number, episode in EPISODES.items() if episode.seed == 103]
-    assert len(failed) == 2 and all("the simulation diverged" in line["error"] for line in failed)
-    assert all(line["success_once"] is None for line in failed)
-    assert ended == {number: undisturbed[0][number] for number in ended} and len(ended) == 10
-
-
-def test_no_room_for_environments_is_said(monkeypatch):
-    monkeypatch.setattr(scheduler, "CAPACITY_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(scheduler, "LOOK_EVERY_S", 0.5)
-    rollouts = make_scheduler(stages=1, slots=1, cpus=1000.0)
-    with pytest.raises(NoCapacityError, match="no process that simulates .* needs 1000 CPUs, .* --grpo.env_actors"):
-        rollouts.play_here(FIRST, Scattered())
-    rollouts.close()
-
-
-def test_the_numbers_of_an_episode_are_its_own(undisturbed):
-    """Also where there are fewer environments than episodes, shared otherwise."""
-    few, _, _ = play_with(stages=1, slots=2)
-    assert few == undisturbed[0] and np.mean([line["success_once"] for line in few.values()]) not in (0, 1)

@@ -51,10 +51,10 @@ class World:
 
 
 def played(player, world, delay, decisions):
-    """What `act_late` has executed in a world."""
+    """What `act` has executed in a world."""
     left = None
     for decision in range(decisions):
-        (executed,), left = player.act_late(world.seen(), [TASK], [key(decision)], delay, left)
+        ((executed, left, _),) = player.act(world.seen(), [TASK], [key(decision)], delay, [left])
         for action in executed:
             world.step(action)
     return np.array(world.executed)
@@ -177,12 +177,12 @@ def test_rows_are_their_own_in_a_batch(pi05):  # noqa: F811
     """And real-time chunks too."""
     player = Player(*loaded(pi05, 4, True), Acting(env=ENV, controller="rtc"))
     seen, keys = observed(), [(7, "two_bins", row, 0) for row in range(6)]
-    _, left = player.act_late(seen, [TASK] * 6, keys, 2, None)
+    left = [acted.left for acted in player.act(seen, [TASK] * 6, keys, 2)]
     keys = [(*name[:3], 1) for name in keys]
-    whole, _ = player.act_late(seen, [TASK] * 6, keys, 2, left)
+    whole = [acted.actions for acted in player.act(seen, [TASK] * 6, keys, 2, left)]
     for row in range(6):
-        (alone,), _ = player.act_late(select_rows(seen, [row]), [TASK], [keys[row]], 2, [left[row]])
-        np.testing.assert_allclose(alone, whole[row], atol=2e-6 * np.abs(np.array(whole)).max())
+        (alone,) = player.act(select_rows(seen, [row]), [TASK], [keys[row]], 2, [left[row]])
+        np.testing.assert_allclose(alone.actions, whole[row], atol=2e-6 * np.abs(np.array(whole)).max())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from ray.exceptions import ActorDiedError, ObjectLostError, OutOfMemoryError
 
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.rollouts import scheduler, servers
-from vla_finetuning.rollouts.episodes import Condition, Episode, Playing
+from vla_finetuning.rollouts.episodes import Acted, Condition, Episode, Playing
 from vla_finetuning.rollouts.scheduler import Scheduler, Seat
 from vla_finetuning.rollouts.stage import Decision
 
@@ -37,7 +37,7 @@ def actors(monkeypatch):
     def get(ref):
         if ref[1] == "act" and isinstance(result := made.results.pop(0), Exception):
             raise result
-        return [np.zeros((2, 3))], [None], [None]
+        return [Acted(np.zeros((2, 3)))]
 
     def kill(actor):
         actor.killed = True

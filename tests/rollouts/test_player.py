@@ -496,14 +496,10 @@ def test_what_a_policy_writes_is_there_for_each_row(writer, instructions, contro
     labelled, texts, _ = writer
     keys = [(7, "two_bins", episode, 0) for episode in range(6)]
     player = Player(*labelled, Acting(env=ENV, subtask=True, controller=controller))
-    if controller == "rtc":
-        player.act_late(observed(), instructions, keys, 1, None)
-    else:
-        player(observed(), instructions, keys)
-    assert player.written == texts
+    acted = player.act(observed(), instructions, keys, int(controller == "rtc"))
+    assert [one.text for one in acted] == texts
     player = Player(*labelled, Acting(env=ENV, controller=controller))
-    player.act_late(observed(), instructions, keys, 1, None)
-    assert player.written == []
+    assert all(one.text is None for one in player.act(observed(), instructions, keys, 1))
 
 
 def test_guidance_needs_a_label_and_a_velocity(pi05):

@@ -11,7 +11,7 @@ from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.rollouts import scheduler
-from vla_finetuning.rollouts.episodes import Condition, episode_list
+from vla_finetuning.rollouts.episodes import Acted, Condition, episode_list
 from vla_finetuning.rollouts.scheduler import NoCapacityError
 from vla_finetuning.rollouts.servers import PolicyServer, Processes, Row, play
 
@@ -21,7 +21,7 @@ CONDITIONS = {"plain": Condition(), "other": Condition(instructions=OTHER)}
 SEED, DELAY = 50, 2
 
 
-def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, acted=None, use_gpu=False, **options):
+def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, acted=None, **options):
     """{episode: as `plain_loop` has it}, or its error. acted: a list to fill with (line, actions)."""
     lines = {}
 
@@ -39,7 +39,7 @@ def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, acted=None, use_gp
     makers = {"two_bins": partial(gymnasium.make, f"{module}:{gym[0]}", **gym[1])}
     conditions, sources = {**CONDITIONS, "late": Condition(delay=DELAY)}, sources or {"policy": Seeing()}
     options = EvalOptions(**options)
-    play(episodes, conditions, sources, makers, options, seed=SEED, use_gpu=use_gpu, on_end=on_end)
+    play(episodes, conditions, sources, makers, options, seed=SEED, on_end=on_end)
     return lines
 
 
@@ -61,10 +61,11 @@ def expected(episodes):
     return lines
 
 
-def test_an_episode_that_always_fails_is_an_error_and_its_companions_are_not(ray_cluster, episodes, expected):
-    plain = [episode for episode in episodes if episode.condition == "plain"]
-    found = played(plain, (FAULTY_ID, {"seed": 1005, "how": "dies"}), env_actors=2)
-    assert set(found) == set(plain)
+def test_an_episode_that_always_fails_is_an_error_and_nothing_else_is_held_up(ray_cluster, episodes, expected):
+    """Of six processes that simulate, a cluster of 3 CPUs has capacity for four beside the policy."""
+    gym = FAULTY_ID, {"seed": 1005, "how": "dies"}
+    found = played(episodes, gym, env_actors=6, policy_actors=2, batch_size=1)
+    assert set(found) == set(episodes)
     for episode, line in found.items():
         assert ("its process died" in line) if episode.seed == 1005 else (line == expected[episode])
 
@@ -108,15 +109,15 @@ class Echo:
     def __init__(self, name):
         self.name = name
 
-    weights_bytes, written = 0, ()
+    weights_bytes = 0
 
     def load(self, threads, other=None):
         return self
 
-    def __call__(self, observation, instructions, keys):
+    def act(self, observation, instructions, keys, delay, left):
         image = observation["pixels"]["top"].reshape(len(keys), -1).max(1)
         rows = zip(image, observation["agent_pos"][:, 0], instructions, keys, strict=True)
-        return np.array([[[self.name, i, x, len(task), key[2]]] for i, x, task, key in rows], float)
+        return [Acted(np.array([[self.name, i, x, len(task), key[2]]], float)) for i, x, task, key in rows]
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -128,9 +129,9 @@ def test_a_server_gives_each_row_its_own(exact):
         for first, n in ((1, 3), (2, 2))
     ]
     rows = [Row("ab"[i % 2], "x" * i, i in (1, 4), (0, "t", 100 + i, 0)) for i in range(5)]
-    chunks, left, texts = server.act(rows, *seen)
+    chunks, left, texts = zip(*server.act(rows, *seen), strict=True)
     actions = np.stack(chunks)
-    assert left == texts == [None] * 5
+    assert left == texts == (None,) * 5
     xs = [10, 11, 12, 20, 21]
     assert actions[:, 0].tolist() == [[1 + i % 2, 0 if i in (1, 4) else 9, xs[i], i, 100 + i] for i in range(5)]
     assert all(part["pixels"]["top"].all() for part in seen)
@@ -139,16 +140,11 @@ def test_a_server_gives_each_row_its_own(exact):
 # ---- capacity -------------------------------------------------------------------------------------------------------
 
 
-def test_processes_for_which_there_is_no_room_hold_nothing_up(ray_cluster, episodes, expected):
-    """Of six that simulate, a cluster of 3 CPUs has capacity for four beside the policy."""
-    assert played(episodes, env_actors=6, policy_actors=2, batch_size=1) == expected
-
-
 def test_a_policy_without_capacity_ends_the_wait_and_says_what_lacks(ray_cluster, episodes, monkeypatch):
     monkeypatch.setattr(scheduler, "CAPACITY_TIMEOUT_S", 1.0)
     monkeypatch.setattr(scheduler, "LOOK_EVERY_S", 0.5)
     with pytest.raises(NoCapacityError, match="decides .* needs 1 GPU, 0 of the cluster's 0 free"):
-        played(episodes[:2], use_gpu=True)
+        played(episodes[:2], sources={"policy": Seeing(device="cuda")})
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,17 @@ from typing import Any
 from vla_finetuning.buckets.mirror import fetched_for_good
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
-from vla_finetuning.evaluation.intervals import share
+from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.evaluation.open_loop import other_instructions
-from vla_finetuning.evaluation.side_by_side import SideBySide
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.loading import load_policy_config
-from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
-from vla_finetuning.rollouts.episodes import Condition
-from vla_finetuning.rollouts.player import PolicySource, check_fits
+from vla_finetuning.rollouts.episodes import Condition, PlayedEpisode, episode_list
+from vla_finetuning.rollouts.player import PolicySource
+from vla_finetuning.rollouts.replay import make_films
+from vla_finetuning.rollouts.servers import play_all
 from vla_finetuning.run.job import Job
 
 SCENES, FIRST_SEED = 60, 1000
@@ -36,7 +36,7 @@ FAILURES_SHOWN = 4
 def is_demo(config: Config, policy: PolicySpec) -> bool:
     """Return whether a run trains on the demo's dataset a policy that can play in its environment."""
     on_demo_dataset = config.preset == "demo" and not config.is_rehearsal
-    return on_demo_dataset and not family_of(policy.config).remembers(policy.config)  # `check_fits` refuses these
+    return on_demo_dataset and not family_of(policy.config).remembers(policy.config)  # `check_acts` refuses these
 
 
 def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -64,46 +64,36 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
         processors = policy.processors(untrained)
         sources["untrained"] = PolicySource(policy.folder, untrained, processors=processors, **options)
         conditions["untrained"] = Condition("untrained")
-    check_fits(trained, env, saved_rename_map(exported), saved_shapes(exported, trained))
-    if "untrained" in sources:
-        check_fits(sources["untrained"].config, env, policy.robots[0].rename_map, policy.robots[0].match.shapes)
-    comparison = SideBySide(
-        conditions,
-        sources,
-        task_makers(env),
-        EvalOptions(),
-        count=SCENES,
-        first_seed=FIRST_SEED,
-        seed=policy.seed,
-        use_gpu=job.use_gpu,
-    )
-    names = [name for name in LABELS if name in conditions]
-    scores = {name: comparison.score(name, LABELS[name]) for name in names}
-    reached = {name: [line for line in comparison.played(name) if line["info"]["reached"]] for name in names}
+    makers, names = task_makers(env), [name for name in LABELS if name in conditions]
+    episodes = episode_list(names, makers, SCENES, FIRST_SEED)
+    played = play_all(episodes, conditions, sources, makers, EvalOptions(), seed=policy.seed)
+    lines = {name: [line for line, _ in played if line["condition"] == name] for name in names}
+    scores = {name: {"label": LABELS[name], **score(own)} for name, own in lines.items()}
+    reached = {name: [line for line in own if line["info"] and line["info"]["reached"]] for name, own in lines.items()}
     went = [line for line in reached["other_instruction"] if not line["success_once"]]
     scores["other_instruction"]["went_where_told"] = len(went)
     scores["blindfolded"]["went_to_a_bin"] = len(reached["blindfolded"])
-    chosen = _select_films([line for name in names for line in comparison.played(name)], names)
-    return scores, comparison.films(job.output_dir, [(LABELS[line["condition"]], line) for line in chosen])
+    chosen = _select_films([(line, actions) for line, actions in played if actions is not None])
+    return scores, make_films(job.output_dir, makers, [(LABELS[line["condition"]], line, own) for line, own in chosen])
 
 
-def _select_films(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
+def _select_films(played: Sequence[PlayedEpisode]) -> list[PlayedEpisode]:
     """Select the first scene of each instruction under every condition, then failures of the trained policy."""
-    played = sorted(lines, key=lambda line: (line["seed"], names.index(line["condition"])))
-    first = {line["instruction"]: line["seed"] for line in reversed(played)}
-    compared = [line for line in played if line["seed"] in first.values()]
-    failed = [line for line in played if line["condition"] == "trained" and not line["success_once"]]
-    return compared + [line for line in failed if line not in compared][:FAILURES_SHOWN]
+    played = sorted(played, key=lambda one: one[0]["seed"])
+    first = {line["instruction"]: line["seed"] for line, _ in reversed(played)}.values()
+    failed = [one for one in played if one[0]["condition"] == "trained" and not one[0]["success_once"]]
+    others = [one for one in failed if one[0]["seed"] not in first]
+    return [one for one in played if one[0]["seed"] in first] + others[:FAILURES_SHOWN]
 
 
 def success_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
     """Format the scores as the demo's final table."""
-    width = max(len(score["label"]) for score in scores.values())
+    width = max(len(result["label"]) for result in scores.values())
     lines = [f"Success in the loop on {SCENES} scenes that are not in the dataset (95 % interval)"]
-    for score in scores.values():
-        lines.append(f"  {score['label']:{width}}  {share(score)}")
-        if "went_where_told" in score:
-            lines[-1] += f"; {score['went_where_told']} went to the bin that they were given"
-        if "went_to_a_bin" in score:
-            lines[-1] += f"; {score['went_to_a_bin']} went to a bin"
+    for result in scores.values():
+        lines.append(f"  {result['label']:{width}}  {share(result)}")
+        if "went_where_told" in result:
+            lines[-1] += f"; {result['went_where_told']} went to the bin that they were given"
+        if "went_to_a_bin" in result:
+            lines[-1] += f"; {result['went_to_a_bin']} went to a bin"
     return "\n".join(lines)

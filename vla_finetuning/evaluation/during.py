@@ -23,10 +23,10 @@ import ray
 from lerobot.policies.pretrained import PreTrainedPolicy
 from ray.data import ExecutionOptions, ExecutionResources
 
-from vla_finetuning.buckets.mirror import address, remove
+from vla_finetuning.buckets.mirror import address
 from vla_finetuning.data.metadata import how_drawn
 from vla_finetuning.envs.configs import check_drawn, check_rate, env_config, task_makers
-from vla_finetuning.evaluation.episodes import EvaluationFolder, OtherEvaluationError, read_evaluation
+from vla_finetuning.evaluation.episodes import EvaluationFolder, read_evaluation
 from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import append_line, drop_half_line, read_lines, write_whole
@@ -183,21 +183,16 @@ class Evaluator:
         policy = {"path": address(run.job.output_dir), "step": step, **({"attempt": attempt} if attempt else {})}
         about = {"policy": policy, "environment": environment, "seed": run.policy.seed}
         folder = run.job.output_dir / EVALUATIONS / checkpoint.name
-        try:
-            stored = EvaluationFolder(folder, about, episodes)
-        except OtherEvaluationError:  # of weights that were trained anew, or with other options
-            remove(folder)
-            stored = EvaluationFolder(folder, about, episodes)
-        pending = [episode for episode in episodes if not stored.is_done(episode)]
-        if pending:
+        # Another one is of weights that have been trained anew since, or with other options.
+        stored = EvaluationFolder(folder, about, episodes, replaces=True)
+        if stored.pending:
             play(
-                pending,
+                stored.pending,
                 {"plain": Condition()},
                 {"policy": self._source(checkpoint)},
                 self._makers,
                 options,
                 seed=run.policy.seed,
-                use_gpu=run.job.use_gpu,
                 on_end=lambda line, _: stored.write(line),
                 stopped=self._stop.is_set,
             )

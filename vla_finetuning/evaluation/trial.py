@@ -129,11 +129,10 @@ def _conditions(config: EvaluateConfig, env: EnvConfig, policy_config: PreTraine
     conditions = {}
     for latency_s in config.latency_s or [0.0]:
         delay = math.ceil(round(latency_s * env.fps, 6))  # 0.07 s at 100 Hz are 7 steps, despite rounding
-        late = delay > 0 or config.controller == "rtc"
-        if late:
+        if delay > 0 or config.controller == "rtc":
             check_delay(policy_config, latency_s, delay, config.controller)
         name = "plain" if len(config.latency_s) < 2 else f"latency {latency_s:g} s"
-        conditions[name] = Condition(delay=delay if late else None)
+        conditions[name] = Condition(delay=delay)
     return conditions
 
 
@@ -161,8 +160,7 @@ def run_trial(trial: Trial, write_page: Callable[..., None]) -> tuple[str, int]:
     """
     latencies = dict(zip(trial.conditions, trial.config.latency_s, strict=False))
     stored = EvaluationFolder(trial.output_dir, trial.about, trial.episodes)
-    pending = [episode for episode in trial.episodes if not stored.is_done(episode)]
-    began, outcomes = time.monotonic(), list[bool]()
+    pending, began, outcomes = stored.pending, time.monotonic(), list[bool]()
     reported = began
 
     def on_end(line: Line, actions: np.ndarray | None) -> None:
@@ -173,7 +171,7 @@ def run_trial(trial: Trial, write_page: Callable[..., None]) -> tuple[str, int]:
         outcomes.append(bool(line["success_once"]))
         now, played, count = time.monotonic(), len(outcomes), len(trial.episodes)
         if now - reported >= PROGRESS_EVERY_S:
-            reported, done = now, len(stored.done) + played
+            reported, done = now, count - len(pending) + played
             left_s = (count - done) * (now - began) / played
             print_safe(f"{done} of {count} episodes, {sum(outcomes)} of {played} succeeded, {left_s:.0f} s left")
 
@@ -185,7 +183,6 @@ def run_trial(trial: Trial, write_page: Callable[..., None]) -> tuple[str, int]:
             trial.makers,
             trial.config.eval,
             seed=trial.config.seed,
-            use_gpu=trial.source.device == "cuda",
             on_end=on_end,
         )
     _, lines = read_evaluation(trial.output_dir)
@@ -237,7 +234,7 @@ def record_trial(trial: Trial) -> None:
         return
     if not played:
         raise ValueError(f"--eval.record_dataset: each of {len(lines)} episodes ended in an error; nothing is written")
-    actions = {episode_key(named): executed for named, executed in read_actions(trial.output_dir)}
+    actions = read_actions(trial.output_dir)
     if missing := sum(episode_key(line) not in actions for line in played):
         raise ValueError(
             f"{address(trial.output_dir)} has no actions of {missing} episodes, which were played without "
@@ -249,14 +246,11 @@ def record_trial(trial: Trial) -> None:
 
 def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
     """Make films of the episodes of `select_films` with stored actions, and write films.json."""
-    shown = {episode_key(line): line for line in select_films(lines, trial.config.videos)}
-    stored = ((episode_key(fields), actions) for fields, actions in read_actions(trial.output_dir))
-    actions_of = {key: actions for key, actions in stored if key in shown}
-    chosen = []
-    for name, line in shown.items():
-        if name in actions_of:
+    stored, chosen = read_actions(trial.output_dir), []
+    for line in select_films(lines, trial.config.videos):
+        if (actions := stored.get(episode_key(line))) is not None:
             title = line["task"] if len(trial.conditions) == 1 else f"{line['task']}, {line['condition']}"
-            chosen.append((title, line, actions_of[name]))
+            chosen.append((title, line, actions))
     films = make_films(trial.output_dir, trial.makers, chosen) if chosen else []
     write_json(trial.output_dir / FILMS_INDEX, {"videos": trial.config.videos, "films": films})
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from vla_finetuning.buckets.mirror import fetched_for_good
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.evaluation.intervals import share
-from vla_finetuning.evaluation.side_by_side import SideBySide
+from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.rl.resolve import GrpoRun
-from vla_finetuning.rollouts.episodes import Condition
+from vla_finetuning.rollouts.episodes import Condition, episode_list
 from vla_finetuning.rollouts.player import PolicySource
+from vla_finetuning.rollouts.replay import make_films
+from vla_finetuning.rollouts.servers import play_all
 
 # Seeds of fresh episodes are neither those of held-out episodes, which start at the run's seed, nor those of groups,
 # which are above 2^31. With a list of initial states, fresh episodes begin in the held-out states, with other noise.
@@ -39,28 +41,22 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
         "before": PolicySource(policy.folder, copy.deepcopy(policy.config), rename_map=robot.rename_map, **options),
         "after": PolicySource(folder, load_policy_config(folder), **options),  # the export has the environment's names
     }
-    makers = task_makers(env)
-    comparison = SideBySide(
-        {name: Condition(name) for name in sources},
-        sources,
-        makers,
-        run.config.eval,
-        count=-(-FRESH_EPISODES // len(makers)),
-        first_seed=FRESH_SEED,
-        seed=policy.seed,
-        use_gpu=job.use_gpu,
-        number=lambda task, i: run.scene.eval_number(task, run.config.eval.n_episodes + i),
-    )
-    # Scenes that failed with either policy are left out.
-    after_lines = {(line["task"], line["episode"]): line for line in comparison.played("after")}
-    pairs = [
-        (line, after_lines[line["task"], line["episode"]])
-        for line in comparison.played("before")
-        if (line["task"], line["episode"]) in after_lines
+    makers, evaluated = task_makers(env), run.config.eval.n_episodes
+    count = -(-FRESH_EPISODES // len(makers))
+    fresh = episode_list(LABELS, makers, count, FRESH_SEED, lambda task, i: run.scene.eval_number(task, evaluated + i))
+    conditions = {name: Condition(name) for name in LABELS}
+    played = play_all(fresh, conditions, sources, makers, run.config.eval, seed=policy.seed)
+    scores = {
+        name: {"label": label, **score([line for line, _ in played if line["condition"] == name])}
+        for name, label in LABELS.items()
+    }
+    # The list has each scene before and after. Scenes that failed with either policy are left out.
+    pairs = [pair for pair in itertools.batched(played, 2) if all(actions is not None for _, actions in pair)]
+    pairs.sort(key=lambda pair: pair[0][0]["success_once"] - pair[1][0]["success_once"])
+    chosen = [
+        (LABELS[line["condition"]], line, own) for pair in pairs[:PAIRS_SHOWN] for line, own in pair if own is not None
     ]
-    pairs.sort(key=lambda pair: pair[0]["success_once"] - pair[1]["success_once"])
-    chosen = [(LABELS[line["condition"]], line) for pair in pairs[:PAIRS_SHOWN] for line in pair]
-    return {name: comparison.score(name, LABELS[name]) for name in sources}, comparison.films(job.output_dir, chosen)
+    return scores, make_films(job.output_dir, makers, chosen)
 
 
 def success_lines(scores: Mapping[str, Mapping[str, Any]]) -> str:

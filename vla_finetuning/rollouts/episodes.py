@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 # Key of a decision's random numbers: seed of the noise, task, episode number, decision number.
 Key = tuple[int, str, int, int]
-# An episode's result, as a line of episodes.jsonl.
+# An episode's result, as a line of episodes.jsonl: the fields of `Episode`, OUTCOME, the number of decisions, `texts`
+# if the policy wrote any, and, as `error`, the last failure of an episode that failed ATTEMPTS times.
 Line = dict[str, Any]
+# What the environment says: its instruction (the policy may get another one), success, steps, hashes of the first and
+# the last state ("" for a state without a hash that was not rendered), scalars of the last step's info, the sum of the
+# rewards of each decision, the first successful decision or None, and whether the time limit ended the episode.
+OUTCOME = (
+    *("instruction", "success_once", "success_at_end", "success_at_reset", "steps", "total_reward", "initial_state"),
+    *("info", "final_state", "rewards", "success_decision", "truncated"),
+)
 # A finished episode: its line and the executed actions, (steps, A).
 PlayedEpisode = tuple[Line, np.ndarray]
 # Attempts at an episode before its error becomes its result.
@@ -31,13 +39,13 @@ class Condition:
     Attributes:
         instructions: replacement for each instruction; an instruction without an entry stays.
         blindfolded: whether the policy sees black images.
-        delay: environment steps while a chunk is computed (`Player.act_late`); None: the environment waits.
+        delay: environment steps while a chunk is computed (`Player.act`).
     """
 
     policy: str = "policy"
     instructions: Mapping[str, str] = field(default_factory=dict)
     blindfolded: bool = False
-    delay: int | None = None
+    delay: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,20 @@ class LeftOver:
     prefix: np.ndarray | None
 
 
+class Acted(NamedTuple):
+    """What a policy does at a decision.
+
+    Attributes:
+        actions: actions to execute until the next decision, float32 (T, A), in the environment's units.
+        left: rest of the chunk; None if nothing depends on it.
+        text: text that the policy wrote, if it has written one.
+    """
+
+    actions: np.ndarray
+    left: LeftOver | None = None
+    text: str | None = None
+
+
 @dataclass(eq=False)
 class Playing:
     """A running episode, with its index in the list of episodes.
@@ -76,8 +98,8 @@ class Playing:
         chunks: chunks to execute so far, (T, A) each; a restarted episode replays them.
         failures: number of processes that failed while they held the episode.
         bootstraps: whether the policy also decides for the state at the time limit; this decision is not executed.
-        left: the rest of the last chunk, if chunks are late.
-        texts: texts that the policy wrote, one per decision (`Player.written`).
+        left: the rest of the last chunk (`Player.act`).
+        texts: texts that the policy wrote, one per decision.
     """
 
     number: int
@@ -92,37 +114,6 @@ class Playing:
     def is_suspect(self) -> bool:
         """Return whether to play the episode alone, because it may have made processes fail."""
         return self.failures > 1
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A finished episode, by its index in the list of episodes.
-
-    Attributes:
-        instruction: the environment's instruction; the policy may get another one.
-        success_once, success_at_end, success_at_reset: values of `info["is_success"]`.
-        info: strings, numbers and booleans of the last step's info.
-        initial_state, final_state: hashes of the state; "" if the state has no hash and was not rendered.
-        rewards: sum of the rewards of each decision.
-        success_decision: index of the first successful decision, or None.
-        truncated: whether the time limit ended the episode.
-        error: the last failure of an episode that failed ATTEMPTS times; all else is then None.
-    """
-
-    number: int
-    instruction: str | None = None
-    success_once: bool | None = None
-    success_at_end: bool | None = None
-    success_at_reset: bool | None = None
-    steps: int | None = None
-    total_reward: float | None = None
-    initial_state: str | None = None
-    info: dict[str, Any] | None = None
-    final_state: str | None = None
-    rewards: tuple[float, ...] | None = None
-    success_decision: int | None = None
-    truncated: bool | None = None
-    error: str | None = None
 
 
 def episode_list(
@@ -151,12 +142,9 @@ def generator(seed: int, task: str, episode: int, decision: int) -> np.random.Ge
     return np.random.default_rng([seed, zlib.crc32(task.encode()), episode, decision])
 
 
-def line_of(episode: Episode, ended: Ended, decisions: int, texts: Sequence[str] = ()) -> Line:
-    """Return an episode's line, with `texts` if the policy wrote any."""
-    outcome = asdict(ended)
-    del outcome["number"]
-    error, written = outcome.pop("error"), {"texts": list(texts)} if texts else {}
-    return {**asdict(episode), **outcome, "decisions": decisions, **written, "error": error}
+def line_of(episode: Episode, decisions: int, *, error: str | None = None, **outcome: Any) -> Line:
+    """Return an episode's line, with `outcome` by the names in OUTCOME; all are None after an error."""
+    return {**asdict(episode), **dict.fromkeys(OUTCOME), **outcome, "decisions": decisions, "error": error}
 
 
 def episode_key(line: Mapping[str, Any]) -> tuple[Any, ...]:

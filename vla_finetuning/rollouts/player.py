@@ -51,7 +51,7 @@ from vla_finetuning.policies.processors import EMPTY_CAMERA, IMAGENET_STEP
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.text_targets import TEXT_COLUMNS, ends_of_text, with_text
-from vla_finetuning.rollouts.episodes import Key, LeftOver, generator, noise
+from vla_finetuning.rollouts.episodes import Acted, Key, LeftOver, generator, noise
 from vla_finetuning.run.cluster import find_gpus
 
 TASK = "task"
@@ -96,7 +96,7 @@ class Acting:
         subtask: whether the policy acts on texts that it writes (`text_targets`).
         controller: "chunk" executes chunks as they were predicted. "select_action" decides at each step and makes the
             action absolute by the current state, like LeRobot's loop; it needs all decisions of an episode. "rtc"
-            continues the last chunk, in `act_late` only: guided like LeRobot's `RTCInferenceEngine`, or, for a policy
+            continues the last chunk: guided like LeRobot's `RTCInferenceEngine`, or, for a policy
             that was trained for it (MAX_DELAY), conditioned on the actions executed meanwhile.
     """
 
@@ -176,11 +176,7 @@ class PolicySource(Acting):
 
 
 class Player:
-    """A policy with its own and the environment's processors.
-
-    Attributes:
-        written: text of each row of the last call, None for a row without a new chunk; empty without `Acting.subtask`.
-    """
+    """A policy with its own and the environment's processors."""
 
     def __init__(self, policy: PreTrainedPolicy, preprocessor: Any, postprocessor: Any, acting: Acting) -> None:
         config: Any = policy.config
@@ -200,7 +196,6 @@ class Player:
                 self._rtc.execution_horizon, self._continues = max_delay, True
         self._words = "" if acting.advantage is None else ADVANTAGE[acting.advantage == "positive"]
         self._loss: Any = None
-        self.written: Sequence[str | None] = []
         if acting.subtask or self._continues or acting.guidance != 1.0:
             self._loss = family.make_loss(policy).eval()
         relative = (step for step in preprocessor.steps if isinstance(step, RelativeActionsProcessorStep))
@@ -212,75 +207,68 @@ class Player:
             self._env_pre, self._env_post = family.env_processors(config, acting.env, step_names)
 
     def __call__(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:
-        """Return the actions to execute, float32 (N, n_action_steps, A), in the environment's units.
+        """Return the actions to execute of chunks that are not late, float32 (N, n_action_steps, A), as `act`."""
+        return np.stack([acted.actions for acted in self.act(observation, instructions, keys)])
 
-        `observation` is N rows in the form of gymnasium's vector environments.
-        """
-        if self._has_own_draws and len(keys) > 1:
-            # The policy has one generator for a whole batch, so predict each row alone, preprocessing included:
-            # processors of language models pack the images of a batch, and others keep the states of the last batch.
-            alone = [self(select_rows(observation, [row]), [instructions[row]], [key]) for row, key in enumerate(keys)]
-            return np.concatenate(alone)
-        if self._acting.controller == "select_action":
-            return self._act_by_steps(observation, instructions, keys)
-        return self.to_env(self._chunk(observation, instructions, keys))
-
-    def act_late(
+    def act(
         self,
         observation: Observation,
         instructions: Sequence[str],
         keys: Sequence[Key],
-        delay: int,
-        left: Sequence[LeftOver] | None,
-    ) -> tuple[list[np.ndarray], list[LeftOver]]:
-        """Return the actions from each observation to the next decision, n_action_steps later, with late chunks.
+        delay: int = 0,
+        left: Sequence[LeftOver | None] = (),
+    ) -> list[Acted]:
+        """Return each row's actions from its observation to the next decision, n_action_steps later.
 
         A chunk arrives `delay` steps after its observation; until then the rest of the last chunk is executed. The
         environment waits for an episode's first chunk, and executes it from its first action on. "rtc" omits the first
         `delay` actions of that chunk, like LeRobot's engine.
 
         Args:
-            left: rest of each row's last chunk; None: the chunks are the first ones.
-
-        Returns:
-            Actions in the environment's units, float32 (n_action_steps, A) per row, and the rest of each row's chunk.
+            observation: N rows in the form of gymnasium's vector environments.
+            left: rest of each row's last chunk; None for an episode's first chunk, which all rows have or none.
         """
-        if self._has_own_draws and len(keys) > 1:  # as for a call
-            alone = [
-                self.act_late(select_rows(observation, [row]), [instructions[row]], [key], delay, left and [left[row]])
+        if self._has_own_draws and len(keys) > 1:
+            # The policy has one generator for a whole batch, so predict each row alone, preprocessing included:
+            # processors of language models pack the images of a batch, and others keep the states of the last batch.
+            return [
+                self.act(select_rows(observation, [row]), [instructions[row]], [key], delay, left[row : row + 1])[0]
                 for row, key in enumerate(keys)
             ]
-            return [executed[0] for executed, _ in alone], [remaining[0] for _, remaining in alone]
-        steps = self._policy.config.n_action_steps
-        predicted = self._chunk(observation, instructions, keys, delay, left)
+        if self._acting.controller == "select_action":
+            return self._act_by_steps(observation, instructions, keys)
+        steps, before = self._policy.config.n_action_steps, [last for last in left if last is not None]
+        predicted, texts = self._chunk(observation, instructions, keys, delay, before)
         absolute = self._absolute(predicted)
         actions = self._env_units(absolute[:, : steps + delay])
-        if left is None:
-            executed = actions[:, 0 if self._rtc is None else delay : steps]
-        else:
-            executed = np.concatenate([np.stack([last.actions for last in left]), actions[:, delay:steps]], axis=1)
-        prefixes: Sequence[np.ndarray | None] = [None] * len(keys)
+        executed = actions[:, delay if before or self._rtc is not None else 0 : steps]
+        if before:
+            executed = np.concatenate([np.stack([last.actions for last in before]), executed], axis=1)
+        remaining: list[LeftOver | None] = [None] * len(keys)
         if self._rtc is not None:
             prefix = (predicted if self._relative is None else absolute)[:, steps:]
-            prefixes = list(prefix[:, : self._rtc.execution_horizon].float().cpu().numpy())
-        remaining = [LeftOver(*parts) for parts in zip(actions[:, steps:], prefixes, strict=True)]
-        return list(executed), remaining
+            prefixes = prefix[:, : self._rtc.execution_horizon].float().cpu().numpy()
+            remaining = list(map(LeftOver, actions[:, steps:], prefixes))
+        elif delay:
+            remaining = [LeftOver(rest, None) for rest in actions[:, steps:]]
+        return list(map(Acted, executed, remaining, texts))
 
-    def _act_by_steps(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:
-        steps, self.written = self._policy.config.n_action_steps, []
+    def _act_by_steps(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> list[Acted]:
+        steps, written = self._policy.config.n_action_steps, dict[int, str | None]()
         if begin := [row for row, key in enumerate(keys) if key[3] % steps == 0]:
             chunk_keys = [(*keys[row][:3], keys[row][3] // steps) for row in begin]
-            chunks = self._chunk(select_rows(observation, begin), [instructions[row] for row in begin], chunk_keys)
+            begun = select_rows(observation, begin), [instructions[row] for row in begin], chunk_keys
+            chunks, texts = self._chunk(*begun)
             self._chunks |= {key[:3]: chunk for key, chunk in zip(chunk_keys, chunks, strict=True)}
-            if texts := dict(zip(begin, self.written, strict=False)):
-                self.written = [texts.get(row) for row in range(len(keys))]
+            written = dict(zip(begin, texts, strict=True))
         if any(key[:3] not in self._chunks for key in keys):
             raise RuntimeError(
                 "a policy process died, and with it the chunks that its episodes were in; start the evaluation again, "
                 "which goes on where it was"
             )
         self.prepare(observation, instructions, self._words)  # LeRobot's processors remember the state of now
-        return self.to_env(torch.stack([self._chunks[key[:3]][key[3] % steps] for key in keys])[:, None])
+        actions = self.to_env(torch.stack([self._chunks[key[:3]][key[3] % steps] for key in keys])[:, None])
+        return [Acted(action, text=written.get(row)) for row, action in enumerate(actions)]
 
     def _chunk(
         self,
@@ -288,9 +276,12 @@ class Player:
         instructions: Sequence[str],
         keys: Sequence[Key],
         delay: int = 0,
-        left: Sequence[LeftOver] | None = None,
-    ) -> torch.Tensor:
-        """Predict a normalised chunk for each row, (N, T, A); `delay` and `left` as for `act_late`."""
+        left: Sequence[LeftOver] = (),
+    ) -> tuple[torch.Tensor, Sequence[str | None]]:
+        """Predict a normalised chunk for each row, (N, T, A), and write its text, if the policy does.
+
+        `delay` as for `act`; `left` is empty for first chunks.
+        """
         use_amp = self._policy.config.use_amp and self._rtc is None  # as lerobot-eval and lerobot-rollout
         with torch.no_grad(), torch.autocast(self._device.type, enabled=use_amp):
             batch, texts = self.prepare(observation, instructions, self._words), list[str]()
@@ -304,13 +295,14 @@ class Player:
                     batch |= self.prepare(observation, instructions, self._words, texts)
                 if self._rtc is None or self._continues:  # else LeRobot predicts, of images
                     batch |= features
-            self.written = texts
             if self._rtc is not None:
-                return self._continue(batch, keys, delay, left)
-            if self._acting.guidance != 1.0:
+                chunk = self._continue(batch, keys, delay, left)
+            elif self._acting.guidance != 1.0:
                 plain = batch | self.prepare(observation, instructions, texts=texts)
-                return guided_chunk(self._loss, batch, plain, self._noise(keys), self._acting.guidance)
-            return continue_chunk(self._loss, batch, self._noise(keys)) if texts else self._predict(batch, keys)
+                chunk = guided_chunk(self._loss, batch, plain, self._noise(keys), self._acting.guidance)
+            else:
+                chunk = continue_chunk(self._loss, batch, self._noise(keys)) if texts else self._predict(batch, keys)
+            return chunk, texts or [None] * len(keys)
 
     def _prefix(self, left: Sequence[LeftOver], horizon: int) -> torch.Tensor:
         """Return the rest of the last chunks in the policy's current frame, (N, horizon, A), like LeRobot."""
@@ -323,11 +315,11 @@ class Player:
         return F.pad(prefix, (0, 0, 0, horizon - prefix.shape[1]))
 
     def _continue(
-        self, batch: dict[str, Any], keys: Sequence[Key], delay: int, left: Sequence[LeftOver] | None
+        self, batch: dict[str, Any], keys: Sequence[Key], delay: int, left: Sequence[LeftOver]
     ) -> torch.Tensor:
-        """Predict chunks (N, T, A) that continue the last ones; `delay` and `left` as for `act_late`."""
+        """Predict chunks (N, T, A) that continue the last ones; `delay` and `left` as for `_chunk`."""
         assert self._rtc is not None
-        prefix = None if left is None else self._prefix(left, self._rtc.execution_horizon)
+        prefix = self._prefix(left, self._rtc.execution_horizon) if left else None
         if self._continues:
             given = None if prefix is None else prefix[:, :delay]
             return continue_chunk(self._loss, batch, self._noise(keys), given)

@@ -22,7 +22,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.envs.protocol import Maker, Observation, concatenate
-from vla_finetuning.rollouts.episodes import ATTEMPTS, Ended, Episode, Line, Playing, line_of
+from vla_finetuning.rollouts.episodes import ATTEMPTS, Episode, Line, Playing, line_of
 from vla_finetuning.rollouts.stage import MAKE_LIMIT_S, Decision, Stage
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import print_safe
@@ -247,8 +247,8 @@ class Scheduler:
             return
         seat.started, self._any_ended = True, self._any_ended or bool(ended)
         remaining = {playing.number: playing for playing in (*seat.playing, *seat.assigned)}
-        for over in ended:
-            self._finish(remaining.pop(over.number), over)
+        for number, line in ended.items():
+            self._finish(remaining.pop(number), line)
         seat.playing, seat.assigned = [remaining.pop(decision.number) for decision in seat.decisions], []
         seat.queue.extendleft(reversed(remaining.values()))
         seat.since = time.monotonic() if seat.playing else None
@@ -267,17 +267,18 @@ class Scheduler:
         for playing in reversed(lost):
             playing.failures += 1
             if playing.failures == ATTEMPTS:
-                self._finish(playing, Ended(playing.number, error=why))
+                self._finish(playing, line_of(playing.episode, len(playing.chunks), error=why))
             elif playing.is_suspect:
                 seat.queue.append(playing)
             else:
                 seat.queue.appendleft(playing)
         self._make_stage(seat)
 
-    def _finish(self, playing: Playing, ended: Ended) -> None:
+    def _finish(self, playing: Playing, line: Line) -> None:
         self._left.discard(playing.number)
-        line = line_of(playing.episode, ended, len(playing.chunks), playing.texts)
-        self._on_end(playing.number, line, None if ended.error else np.concatenate(playing.chunks)[: ended.steps])
+        line = {**line, "texts": playing.texts} if playing.texts else line
+        actions = None if line["error"] else np.concatenate(playing.chunks)[: line["steps"]]
+        self._on_end(playing.number, line, actions)
 
     def _check_capacity(self) -> None:
         """Print the missing resources while nothing but a wait for capacity happens; raise after a limit."""

@@ -21,7 +21,7 @@ from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, Ray
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.envs.protocol import Maker, Observation, concatenate, map_arrays, select_rows
 from vla_finetuning.options.environment import EvalOptions
-from vla_finetuning.rollouts.episodes import Condition, Episode, Key, LeftOver, Line, Playing
+from vla_finetuning.rollouts.episodes import Acted, Condition, Episode, Key, LeftOver, Line, Playing, episode_key
 from vla_finetuning.rollouts.scheduler import Policy, Scheduler, Seat
 from vla_finetuning.rollouts.stage import Decision
 from vla_finetuning.run.failures import root_cause
@@ -41,13 +41,13 @@ MAX_SERVERS, MAX_SERVERS_BYTES, MIN_SERVER_EPISODES = 4, 2 * 2**30, 10
 
 @dataclass(frozen=True)
 class Row:
-    """A pending decision; `delay` as in `Condition`, `left`: the rest of the episode's last chunk."""
+    """A pending decision; `delay` as in `Condition`, `left` as in `Playing`."""
 
     policy: str
     instruction: str
     blindfolded: bool
     key: Key
-    delay: int | None = None
+    delay: int = 0
     left: LeftOver | None = None
 
 
@@ -76,34 +76,22 @@ class PolicyServer:
         if not self._players:
             self._players = load_players(self._sources, self._threads)
 
-    def act(
-        self, rows: Sequence[Row], *observations: Observation
-    ) -> tuple[list[np.ndarray], list[LeftOver | None], list[str | None]]:
-        """Return the actions (T, A), the rest of a late chunk, and the policy's text of each row, in their order."""
+    def act(self, rows: Sequence[Row], *observations: Observation) -> list[Acted]:
+        """Return what the policies do at each row, in their order."""
         self.load()
         seen = _blackened(concatenate(observations), rows)
-        chunks: dict[int, np.ndarray] = {}
-        left: dict[int, LeftOver] = {}
-        texts: dict[int, str | None] = {}
+        decided: dict[int, Acted] = {}
         # Rows of a forward share the delay, and all or none of them have a last chunk.
-        groups: dict[tuple[str, int | None, bool], list[int]] = {}
+        groups: dict[tuple[str, int, bool], list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault((row.policy, row.delay, row.left is None), []).append(i)
-        for (policy, delay, is_first), numbers in groups.items():
+        for (policy, delay, _), numbers in groups.items():
             for batch in itertools.batched(numbers, self._batch_size):
                 padded = [*batch, *[batch[-1]] * (self._batch_size - len(batch))] if self._exact else batch
                 shown = select_rows(seen, padded), [rows[i].instruction for i in padded], [rows[i].key for i in padded]
-                player = self._players[policy]
-                if delay is None:
-                    chunks |= dict(zip(batch, player(*shown), strict=False))
-                else:
-                    before = None if is_first else [last for i in padded if (last := rows[i].left) is not None]
-                    executed, remaining = player.act_late(*shown, delay, before)
-                    chunks |= dict(zip(batch, executed, strict=False))
-                    left |= dict(zip(batch, remaining, strict=False))
-                texts |= dict(zip(batch, player.written, strict=False))
-        order = range(len(rows))
-        return [chunks[i] for i in order], [left.get(i) for i in order], [texts.get(i) for i in order]
+                acted = self._players[policy].act(*shown, delay, [rows[i].left for i in padded])
+                decided |= dict(zip(batch, acted, strict=False))
+        return [decided[i] for i in range(len(rows))]
 
 
 def _blackened(observation: Observation, rows: Sequence[Row]) -> Observation:
@@ -185,12 +173,11 @@ class PolicyServers(Policy):
             self.missing_resources = None
             if batch:
                 self._loaded.add(server)
-                chunks, left, texts = decided
                 waited = (playing for seat in batch for playing in seat.playing)
-                for playing, remaining, text in zip(waited, left, texts, strict=True):
-                    playing.left = remaining
-                    playing.texts += [] if text is None else [text]
-                yield batch, chunks
+                for playing, acted in zip(waited, decided, strict=True):
+                    playing.left = acted.left
+                    playing.texts += [] if acted.text is None else [acted.text]
+                yield batch, [acted.actions for acted in decided]
         for ref, (server, since) in list(self._busy.items()):
             limit_s = self._answer_limit_s + (0.0 if server in self._loaded else LOAD_LIMIT_S)
             if self.pending[ref] and time.monotonic() - since > limit_s:
@@ -252,7 +239,6 @@ def play(
     options: EvalOptions,
     *,
     seed: int,
-    use_gpu: bool = False,
     on_end: Callable[[Line, np.ndarray | None], None],
     stopped: Callable[[], bool] | None = None,
 ) -> None:
@@ -269,6 +255,7 @@ def play(
         ValueError, OSError: a policy cannot be loaded, or cannot use the observations.
         RuntimeError: as `Scheduler.play`; or too many policy servers died.
     """
+    use_gpu = any(source.device == "cuda" for source in sources.values())
     cpus, weights_bytes = ray.cluster_resources().get("CPU", 1.0), sum(s.weights_bytes for s in sources.values())
     counts = Processes.of(options, cpus, episodes=len(episodes), weights_bytes=weights_bytes, use_gpu=use_gpu)
     used = {task: makers[task] for task in dict.fromkeys(episode.task for episode in episodes)}
@@ -281,3 +268,23 @@ def play(
     finally:
         scheduler.close()
         policy.close()
+
+
+def play_all(
+    episodes: Sequence[Episode],
+    conditions: Mapping[str, Condition],
+    sources: Mapping[str, PolicySource],
+    makers: Mapping[str, Maker],
+    options: EvalOptions,
+    *,
+    seed: int,
+) -> list[tuple[Line, np.ndarray | None]]:
+    """Play the episodes of a list, as `play`; return the line and the executed actions of each, in the list's order."""
+    played: dict[tuple[Any, ...], tuple[Line, np.ndarray | None]] = {}
+
+    def on_end(line: Line, actions: np.ndarray | None) -> None:
+        played[episode_key(line)] = line, actions
+
+    shared = {name: source.shared() for name, source in sources.items()}
+    play(episodes, conditions, shared, makers, options, seed=seed, on_end=on_end)
+    return [played[episode_key(vars(episode))] for episode in episodes]

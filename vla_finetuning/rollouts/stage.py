@@ -9,7 +9,7 @@ import contextlib
 import faulthandler
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from vla_finetuning.envs.protocol import (
     stack,
     state_hash,
 )
-from vla_finetuning.rollouts.episodes import ATTEMPTS, Ended, Playing
+from vla_finetuning.rollouts.episodes import ATTEMPTS, Line, Playing, line_of
 
 # Time limit of making an environment. Some load gigabytes of meshes and compile them.
 MAKE_LIMIT_S = 900.0
@@ -80,178 +80,166 @@ class Stage:
 
     def advance(
         self, begin: Sequence[Playing], chunks: Sequence[np.ndarray] | None = None
-    ) -> tuple[tuple[list[Ended], list[Decision]], Observation | None]:
+    ) -> tuple[tuple[dict[int, Line], list[Decision]], Observation | None]:
         """Execute a chunk in each waiting episode, and begin episodes in free slots.
-
-        An episode whose environment raises is restarted in a new environment, up to ATTEMPTS times.
 
         Args:
             begin: episodes to begin, those with chunks first; the rest is ignored when no slot is free.
             chunks: a chunk, float (T, A), for each decision of the last call; None if there were none.
 
         Returns:
-            The finished episodes and the pending decisions; and the stacked observations of the decisions.
+            The lines of finished episodes by number, and the pending decisions; and the stacked observations of the
+            decisions.
         """
         started = time.perf_counter()
-        ended, to_begin = list[Ended](), list(begin)
+        ended, to_begin = dict[int, Line](), list(begin)
         for slot, chunk in zip(self._waiting, () if chunks is None else chunks, strict=True):
             slot.execute(chunk)
         # Begin restarted episodes before finished ones free their slots, so that their order is kept.
         for slot in self._slots:
-            if slot.free and to_begin and to_begin[0].chunks:
+            if slot.decision is None and slot.line is None and to_begin and to_begin[0].chunks:
                 slot.begin(to_begin.pop(0))
         for slot in self._slots:
-            while (slot.free or slot.over) and (slot.over or to_begin):
-                if slot.over:
-                    ended.append(slot.pop_result())
+            while slot.decision is None and (slot.line is not None or to_begin):
+                if slot.line is not None:
+                    ended[slot.playing.number], slot.line = slot.line, None
                 else:
                     slot.begin(to_begin.pop(0))
-        self._waiting = [slot for slot in self._slots if not slot.free]
+        self._waiting = [slot for slot in self._slots if slot.decision is not None]
+        decisions = [slot.decision for slot in self._slots if slot.decision is not None]
         seen = stack([slot.observation for slot in self._waiting]) if self._waiting else None
         self._busy_s += time.perf_counter() - started
-        return (ended, [slot.decision() for slot in self._waiting]), seen
+        return (ended, decisions), seen
 
     def take_seconds(self) -> tuple[float, float]:
         """Return the seconds spent simulating and rendering (`rendering_s`) since the last call."""
-        rendered_s = sum(slot.pop_rendering_s() for slot in self._slots)
+        rendered_s = 0.0
+        for env in (slot.env for slot in self._slots if slot.env is not None):
+            rendered_s += attribute(env, "rendering_s", 0.0)
+            env.set_wrapper_attr("rendering_s", 0.0, force=False)
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s - rendered_s, rendered_s
 
 
 class _Slot:
-    """An environment and the episode in it."""
+    """An environment, and the episode in it: either its pending decision, or its line, or neither."""
 
-    _env: gymnasium.Env[Any, Any]
+    playing: Playing
+    observation: Observation
 
     def __init__(self, makers: Mapping[str, Maker], step_limit_s: float) -> None:
         self._makers, self._step_limit_s = makers, step_limit_s
         self._task: str | None = None
-        self._failed: Ended | None = None
-        self.free, self.over = True, False
+        self.env: gymnasium.Env[Any, Any] | None = None
+        self.decision: Decision | None = None
+        self.line: Line | None = None
 
-    def make(self, task: str) -> None:
-        """Make the environment of a task, unless the slot has it."""
-        if task == self._task:
-            return
-        if self._task is not None:
-            close_quietly(self._env)
-        self._env, self._task = Limited(self._makers[task], self._step_limit_s), task
+    def make(self, task: str) -> gymnasium.Env[Any, Any]:
+        """Return an environment of the task: the slot's own, or a new one."""
+        if self.env is None or task != self._task:
+            self._drop_env()
+            self.env, self._task = Limited(self._makers[task], self._step_limit_s), task
+        return self.env
+
+    def _drop_env(self) -> None:
+        if self.env is not None:
+            close_quietly(self.env)
+        self.env = None
 
     def begin(self, playing: Playing) -> None:
-        """Reset the environment of the episode's task, and execute the chunks that the episode has already."""
-        self._playing, self._chunks = playing, list(playing.chunks)
-        self._with_retries(self._begin)
+        """Begin an episode, and execute the chunks that it has already."""
+        self.playing, self._chunks = playing, list(playing.chunks)
+        self._running = self._play()
+        self._advance(None)
 
     def execute(self, chunk: np.ndarray) -> None:
         """Step through the actions of a chunk (T, A) until the episode is over."""
         self._chunks.append(chunk)
-        self._with_retries(lambda: self._execute(chunk))
+        self._advance(chunk)
 
-    def _with_retries(self, play: Callable[[], None]) -> None:
-        for last in (*[False] * (ATTEMPTS - 1), True):
+    def _advance(self, chunk: np.ndarray | None) -> None:
+        """Play on to the next decision or the end. Restart in a new environment if it raises, up to ATTEMPTS times."""
+        self.decision, failure = None, ""
+        for _ in range(ATTEMPTS):
             try:
-                return play()
+                self.decision = self._running.send(chunk)
+                return
+            except StopIteration as end:
+                self.line = end.value
+                return
             except ContractError:
                 raise  # all other episodes would fail alike
             except Exception as error:  # an environment may raise anything, which ends its episode alone
                 self._drop_env()
-                if last:
-                    self._failed = Ended(self._playing.number, error=f"{type(error).__name__}: {error}")
-                    self.free, self.over = False, True
-            play = self._begin
+                failure, chunk, self._running = f"{type(error).__name__}: {error}", None, self._play()
+        self.line = line_of(self.playing.episode, len(self._chunks), error=failure)
 
-    def _drop_env(self) -> None:
-        """Drop the environment, so that the next episode makes a new one."""
-        if self._task is not None:
-            close_quietly(self._env)
-        self._task = None
+    def _play(self) -> Generator[Decision, Any, Line]:
+        """Play the episode from its reset: yield its decisions, receive their chunks, return its line.
 
-    def _begin(self) -> None:
-        playing, episode = self._playing, self._playing.episode
-        self.make(episode.task)
-        look_on_demand(self._env, True)
-        choose_initial_state(self._env, episode.episode)
-        self.observation, info = self._env.reset(seed=episode.seed)
-        self.free, self.over = False, False
-        self._number, self._truncated = playing.number, False
-        self._initial_state = state_hash(self._env, self.observation)
+        Chunks that it has already are executed first, without rendering, but for the last state.
+        """
+        playing, episode, chunks = self.playing, self.playing.episode, list(self._chunks)
+        env = self.make(episode.task)
+        look_on_demand(env, True)
+        choose_initial_state(env, episode.episode)
+        self.observation, info = env.reset(seed=episode.seed)
+        initial_state = state_hash(env, self.observation)
         # The same attributes in the same order as LeRobot's evaluation.
-        self._instruction = str(attribute(self._env, "task_description", attribute(self._env, "task", "")))
-        self._success = [bool(info.get("is_success", False))]
-        self._rewards: list[float] = []
-        self._success_decision: int | None = None
-        self._reward, self._info = 0.0, info
-        for number, chunk in enumerate(self._chunks, 1):
-            self.decision()
-            self._execute(chunk, look=number == len(self._chunks))
-
-    def _execute(self, chunk: np.ndarray, look: bool = True) -> None:
-        """Step through a chunk; `look`: render after its last action."""
-        if self._truncated:
-            self.over = True
-        for number, action in enumerate(chunk, 1):
-            if self.over or self._truncated:
-                return
-            self._step(action, look and (number == len(chunk) or self._may_be_last()))
-            if look and self._truncated and self._playing.bootstraps and not shows_state(self._env):
-                raise ContractError(
-                    f"{self._playing.episode.task} ended an episode after {len(self._success) - 1} steps, before its "
-                    "step limit, and its last state was not rendered: register it with that limit as "
-                    "max_episode_steps, or leave out --grpo.bootstrap_time_limit"
-                )
-
-    def _may_be_last(self) -> bool:
-        """Return whether to render after the next step, because the step limit may end the episode."""
-        limit = attribute(self._env, "_max_episode_steps")
-        return self._playing.bootstraps and limit in (None, len(self._success))
-
-    def _step(self, action: np.ndarray, look: bool) -> None:
-        look_on_demand(self._env, look)
-        self.observation, reward, terminated, truncated, self._info = self._env.step(action)
-        if not math.isfinite(reward):
-            raise ValueError(f"step {len(self._success)} gave the reward {reward}: expected a finite number")
-        self._reward += float(reward)
-        self._rewards[-1] += float(reward)
-        self._success.append(bool(self._info.get("is_success", False)))
-        if self._success[-1] and self._success_decision is None:
-            self._success_decision = len(self._rewards) - 1
-        self._truncated = bool(truncated and not terminated)
-        self.over = bool(terminated or (truncated and not self._playing.bootstraps))
-
-    def decision(self) -> Decision:
-        self._rewards.append(0.0)
-        return Decision(self._number, len(self._rewards) - 1, self._instruction)
-
-    def pop_result(self) -> Ended:
-        self.free, self.over = True, False
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            return failed
-        can_tell = self._env.has_wrapper_attr("state_hash") or shows_state(self._env)
-        # The decision after a time limit has no reward.
-        rewards = self._rewards[: len(self._rewards) - (self._truncated and self._playing.bootstraps)]
-        return Ended(
-            number=self._number,
-            instruction=self._instruction,
-            success_once=any(self._success),
-            success_at_end=self._success[-1],
-            success_at_reset=self._success[0],
-            steps=len(self._success) - 1,
-            total_reward=self._reward,
-            initial_state=self._initial_state,
-            info={key: plain for key, value in self._info.items() if (plain := _plain(value)) is not None},
-            final_state=state_hash(self._env, self.observation) if can_tell else "",
+        instruction = str(attribute(env, "task_description", attribute(env, "task", "")))
+        limit = attribute(env, "_max_episode_steps")
+        success, total, rewards = [bool(info.get("is_success", False))], 0.0, list[float]()
+        success_decision: int | None = None
+        terminated = truncated = False
+        while not (terminated or truncated):
+            number = len(rewards)
+            chunk = chunks[number] if number < len(chunks) else (yield Decision(playing.number, number, instruction))
+            look = number >= len(chunks) - 1
+            rewards.append(0.0)
+            for place, action in enumerate(chunk, 1):
+                steps = len(success)
+                # The step limit may end the episode, whose last state the policy sees too.
+                may_be_last = playing.bootstraps and limit in (None, steps)
+                look_on_demand(env, look and (place == len(chunk) or may_be_last))
+                self.observation, reward, terminated, truncated, info = env.step(action)
+                if not math.isfinite(reward):
+                    raise ValueError(f"step {steps} gave the reward {reward}: expected a finite number")
+                total += float(reward)
+                rewards[-1] += float(reward)
+                success.append(bool(info.get("is_success", False)))
+                if success[-1] and success_decision is None:
+                    success_decision = number
+                if terminated or truncated:
+                    break
+        truncated = bool(truncated and not terminated)
+        decisions = len(rewards)
+        if truncated and playing.bootstraps:
+            if decisions >= len(chunks):
+                if not shows_state(env):
+                    raise ContractError(
+                        f"{episode.task} ended an episode after {len(success) - 1} steps, before its step limit, and "
+                        "its last state was not rendered: register it with that limit as max_episode_steps, or leave "
+                        "out --grpo.bootstrap_time_limit"
+                    )
+                yield Decision(playing.number, decisions, instruction)
+            decisions += 1
+        can_tell = env.has_wrapper_attr("state_hash") or shows_state(env)
+        return line_of(
+            episode,
+            decisions,
+            instruction=instruction,
+            success_once=any(success),
+            success_at_end=success[-1],
+            success_at_reset=success[0],
+            steps=len(success) - 1,
+            total_reward=total,
+            initial_state=initial_state,
+            info={key: plain for key, value in info.items() if (plain := _plain(value)) is not None},
+            final_state=state_hash(env, self.observation) if can_tell else "",
             rewards=tuple(rewards),
-            success_decision=self._success_decision,
-            truncated=self._truncated,
+            success_decision=success_decision,
+            truncated=truncated,
         )
-
-    def pop_rendering_s(self) -> float:
-        if self._task is None or not self._env.has_wrapper_attr("rendering_s"):
-            return 0.0
-        seconds = float(self._env.get_wrapper_attr("rendering_s"))
-        self._env.set_wrapper_attr("rendering_s", 0.0)
-        return seconds
 
 
 @contextlib.contextmanager
