@@ -19,6 +19,7 @@ from tests.tiny import make_base, perturb
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation import after_training, demo_success, open_loop
 from vla_finetuning.evaluation.demo_success import LABELS
+from vla_finetuning.evaluation.intervals import score
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.demo import make_demo_dataset
@@ -169,20 +170,12 @@ def open_loop_by_hand(weights, exported, rows, mean_action, others=None):
 
 
 def closed_loop_by_hand(played):
-    """Counts, and Wilson's interval by its formula (Wilson 1927), errors being failures or successes."""
+    """Scores (tests/evaluation/test_intervals.py computes them), and counts of what the scores do not say."""
     scores = {}
     for name, label in LABELS.items():
         own = [line for line in played if line["condition"] == name]
-        ended = [line for line in own if line["error"] is None]
-        scores[name] = {"label": label, "episodes": len(ended), "errors": 60 - len(ended)}
-        for outcome, suffix in (("success_once", ""), ("success_at_end", "_at_end")):
-            wins, n, z = sum(line[outcome] for line in ended), 60, 1.959963984540054
-            bounds = []
-            for share, side in ((wins / n, -1), ((wins + n - len(ended)) / n, 1)):
-                half = z * np.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
-                bounds.append((share + z**2 / (2 * n) + side * half) / (1 + z**2 / n))
-            scores[name] |= {f"successes{suffix}": wins, f"interval{suffix}": bounds}
-        reached = [line for line in ended if line["info"]["reached"]]
+        scores[name] = {"label": label, **score(own)}
+        reached = [line for line in own if line["error"] is None and line["info"]["reached"]]
         if name == "other_instruction":
             scores[name]["went_where_told"] = sum(not line["success_once"] for line in reached)
         if name == "blindfolded":

@@ -118,7 +118,7 @@ def test_what_a_stage_saw_and_its_node_took_along_is_played_again(actors):
 def test_a_stage_that_is_made_anew_is_not_asked_for_its_seconds(actors):
     rollouts = Scheduler({"two_bins": None}, stages=1, slots=1, cpus=1, step_limit_s=1)
     (seat,) = rollouts.seats
-    seat.worked, seat.playing = True, waiting().playing
+    seat.started, seat.playing = True, waiting().playing
     rollouts._replace(seat, ActorDiedError())
     assert rollouts.take_seconds() == (0, 0)
     assert len(actors.all) == 2 and list(seat.queue) and not seat.playing

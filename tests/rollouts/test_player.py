@@ -205,7 +205,7 @@ def test_mixed_precision_is_that_of_lerobot_eval(instructions):
     assert found.shape == (len(KEYS), 3, 3) and not np.array_equal(found, plain)
 
 
-@pytest.mark.parametrize("kind", ["eo1", "molmoact2", "xvla"])
+@pytest.mark.parametrize("kind", ["eo1", "xvla"])
 def test_rows_whose_images_are_packed_are_lerobots_own(kind, tmp_path, instructions):
     """Patches or crops of all cameras and rows are one tensor in some; here two cameras and four rows."""
     cameras = {f"observation.images.{name}": CAMERAS[name] for name in ("front", "top")}
@@ -491,7 +491,7 @@ def test_a_policy_acts_on_the_text_that_it_writes(writer, instructions, monkeypa
     assert len(embedded) == 1  # for the text, the actions, and those without the label
 
 
-@pytest.mark.parametrize("controller", ["chunk", "select_action", "rtc"])
+@pytest.mark.parametrize("controller", ["select_action", "rtc"])
 def test_what_a_policy_writes_is_there_for_each_row(writer, instructions, controller):
     labelled, texts, _ = writer
     keys = [(7, "two_bins", episode, 0) for episode in range(6)]

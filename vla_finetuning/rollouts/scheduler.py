@@ -53,7 +53,6 @@ class Seat:
     Attributes:
         call: references to the pending results of `Stage.advance`; None if no call is pending.
         started: whether the stage has answered.
-        worked: whether the stage has had an episode since the last `take_seconds`.
         queue: episodes that the stage may begin; shared by all seats unless the policy is local.
         assigned: episodes that the stage may begin in the pending call.
         decisions: pending decisions of `playing`, in the same order.
@@ -64,7 +63,6 @@ class Seat:
     stage: Any = None
     call: tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]] | None = None
     started: bool = False
-    worked: bool = False
     queue: deque[Playing] = field(default_factory=deque)
     playing: list[Playing] = field(default_factory=list)
     assigned: list[Playing] = field(default_factory=list)
@@ -185,13 +183,10 @@ class Scheduler:
     def take_seconds(self) -> tuple[float, float]:
         """Return the seconds that stages have spent simulating and rendering since the last call.
 
-        The seconds of dead stages are lost. A stage without episodes may still wait for a CPU, and is not called.
+        The seconds of dead stages are lost. A stage that has not answered may still wait for a CPU, and is not called.
         """
-        seconds = [seat.stage.take_seconds.remote() for seat in self.seats if seat.worked]
         simulation_s = rendering_s = 0.0
-        for seat in self.seats:
-            seat.worked = False
-        for spent in seconds:
+        for spent in [seat.stage.take_seconds.remote() for seat in self.seats if seat.started]:
             with contextlib.suppress(RayError):
                 simulated, rendered = ray.get(spent)
                 simulation_s, rendering_s = simulation_s + simulated, rendering_s + rendered
@@ -205,13 +200,13 @@ class Scheduler:
         # DEFAULT: anywhere in the cluster, not in the placement group of Ray Train's worker.
         stage_class: Any = ray.remote(Stage).options(num_cpus=self._cpus, scheduling_strategy="DEFAULT")
         seat.stage = stage_class.remote(self._makers, self._slots, self._step_limit_s)
-        seat.started = seat.worked = False
+        seat.started = False
         seat.call = seat.stage.advance.options(num_returns=2).remote(())  # returns when the stage has started
 
     def _advance(self, seat: Seat, chunks: Sequence[np.ndarray] | None = None) -> None:
         seat.assigned, seat.since = self._assign(seat), None
         if seat.assigned or chunks is not None:
-            seat.call, seat.worked = seat.stage.advance.options(num_returns=2).remote(seat.assigned, chunks), True
+            seat.call = seat.stage.advance.options(num_returns=2).remote(seat.assigned, chunks)
 
     def _assign(self, seat: Seat) -> list[Playing]:
         """Pop the episodes that a seat may begin: all restarted ones, and at most one fresh one per environment."""
