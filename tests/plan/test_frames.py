@@ -3,12 +3,15 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from diagnostics import check_rows
 from tests.datasets import all_rows, edit_rows, make_dataset
+from tests.in_process import CPU
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
@@ -17,7 +20,9 @@ from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import resolve, with_stats
 from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.checkpoint import check_resumable, commit, write_pieces
-from vla_finetuning.run.progress import RowsLog, recorded_rows
+from vla_finetuning.run.progress import recorded_rows
+from vla_finetuning.training.callbacks import RowLog
+from vla_finetuning.training.worker import Worker
 
 CAMERA = {"observation.images.top": (48, 64)}
 # Of five episodes; nothing moves in these frames, nor in any of the last episode.
@@ -192,13 +197,16 @@ def recorded(setting, tmp_path):
         run.job.output_dir.mkdir()
         (run.job.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
         plan = run.rows.source(stream=(0, run.rows.last_row)).plan
-        log = RowsLog(run.job.output_dir, 0, start_attempt(run.job.output_dir, 0, 1))
+        attempt = SimpleNamespace(number=start_attempt(run.job.output_dir, 0, 1))
+        schedule = SimpleNamespace(step_of=lambda number: number)
+        log = RowLog(SimpleNamespace(run=run, worker=Worker(CPU), attempt=attempt, schedule=schedule))
         for step in range(steps):
             positions = np.arange(4 * step, 4 * step + 4)
             rows = [window.rows() + (window.episode,) for window in plan.slices(positions[0], positions[-1] + 1)]
             dataset = np.concatenate([plan.episodes.dataset_index[episode[part]] for part, _, episode in rows])
             index = np.concatenate([index for _, index, _ in rows])
-            log.write(step + 1, run.rows.epochs_of(positions), dataset, index, np.zeros(4, bool))
+            columns = {"position": positions, "dataset_index": dataset, "index": index}
+            log.on_batch(step, {key: torch.from_numpy(column) for key, column in columns.items()}, {})
         folder = run.job.checkpoints_dir / f"step_{steps:08d}"
         commit(folder, replace(run.job.start, step=steps, rows=4 * steps), write_pieces(folder, {}), 0)
         return run

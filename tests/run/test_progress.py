@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from ray._private import internal_api
 
 from tests import in_process
@@ -14,8 +15,8 @@ from vla_finetuning.files import append_line
 from vla_finetuning.run import progress
 from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.folder import attempts
-from vla_finetuning.run.progress import RowsLog, check_skipped, follow_progress, keep_metrics
-from vla_finetuning.training.callbacks import MetricsLines, SuccessInLoop
+from vla_finetuning.run.progress import check_skipped, follow_progress, keep_metrics
+from vla_finetuning.training.callbacks import MetricsLines, RowLog, SuccessInLoop
 from vla_finetuning.training.worker import RayWorker, Worker
 
 
@@ -52,8 +53,10 @@ def test_half_a_line_is_not_joined_to_the_next(tmp_path):
     assert start_attempt(tmp_path, 5, 2) == 1 and start_attempt(tmp_path, 7, 2) == 2
     assert [line["resumed_from_step"] for line in attempts(tmp_path)] == [0, 5, 7]
     for attempt in (1, 2):
-        log = RowsLog(tmp_path, 0, attempt)
-        log.write(6 + attempt, np.array([0]), np.array([0]), np.array([3]), np.array([False]))
+        run = SimpleNamespace(job=SimpleNamespace(output_dir=tmp_path), rows=SimpleNamespace(epochs_of=np.zeros_like))
+        state = SimpleNamespace(run=run, worker=Worker(in_process.CPU), attempt=SimpleNamespace(number=attempt))
+        state.schedule = SimpleNamespace(step_of=lambda number: 5 + number)
+        RowLog(state).on_batch(attempt, dict.fromkeys(("dataset_index", "index", "position"), torch.tensor([3])), {})
     lines = [json.loads(line) for line in (tmp_path / "rows" / "rank0.jsonl").read_text().splitlines()]
     assert [line["attempt"] for line in lines] == [1, 2]
 

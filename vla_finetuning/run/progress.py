@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
 import ray
 from tqdm import tqdm
 
 from vla_finetuning.buckets.mirror import address, file_of_process, files_of_processes, pull
-from vla_finetuning.files import line_writer, read_lines, write_whole
+from vla_finetuning.files import read_lines, write_whole
 from vla_finetuning.run.folder import (
     LOG_NAME,
     METRICS_NAME,
@@ -53,26 +52,6 @@ def keep_metrics(output_dir: Path, resumed_step: int) -> Path:
     valid = [line for line in read_lines(path) if json.loads(line)["step"] <= resumed_step]
     write_whole(path, "".join(line + "\n" for line in valid))
     return path
-
-
-class RowsLog:
-    """Write `rows/rank<r>.jsonl`, the rows that this rank trains on, for `diagnostics.check_rows`."""
-
-    def __init__(self, output_dir: Path, rank: int, attempt: int):
-        # Unbuffered: a line is in the file when `write` returns.
-        self._append = line_writer(file_of_process(output_dir / ROWS_NAME / f"rank{rank}.jsonl"))
-        self._attempt = attempt
-
-    def write(
-        self, step: int, epochs: np.ndarray, dataset_index: np.ndarray, index: np.ndarray, is_skipped: np.ndarray
-    ) -> None:
-        """Write a micro-batch of step `step`, from 1. epochs, dataset_index, index: int (B,); is_skipped: bool (B,)."""
-        for epoch in np.unique(epochs).tolist():
-            line = {"attempt": self._attempt, "epoch": epoch, "step": step}
-            for name, chosen in (("rows", ~is_skipped), ("skipped", is_skipped)):
-                mask = (epochs == epoch) & chosen
-                line[name] = np.stack([dataset_index[mask], index[mask]], axis=1).tolist()
-            self._append(json.dumps(line))
 
 
 def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:

@@ -18,14 +18,15 @@ import torch.nn.functional as F  # noqa: N812
 from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 
 from util import Batch, peak_flops
+from vla_finetuning.buckets.mirror import file_of_process
 from vla_finetuning.columns import IS_SKIPPED
-from vla_finetuning.files import append_line, read_lines
+from vla_finetuning.files import append_line, line_writer, read_lines
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.family import MEAN_COUNT
 from vla_finetuning.policies.flow import time_without_given
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.run.folder import METRICS_NAME, STOP_NAME, evaluations, prune_checkpoints
-from vla_finetuning.run.progress import RowsLog, check_skipped, keep_metrics, success_of
+from vla_finetuning.run.folder import METRICS_NAME, ROWS_NAME, STOP_NAME, evaluations, prune_checkpoints
+from vla_finetuning.run.progress import check_skipped, keep_metrics, success_of
 from vla_finetuning.training.parallel import free_gathered
 from vla_finetuning.training.state import Callback, LoopState, TrainState, noise_for
 
@@ -63,18 +64,21 @@ class WorkDone(Callback):
 
 
 class RowLog(Callback):
-    """Record the rows that each step trains on (--run.record_rows)."""
+    """Write `rows/rank<r>.jsonl`, the rows that each step trains on, for `check_rows` (--run.record_rows)."""
 
     def __init__(self, state: TrainState):
-        self._log = RowsLog(state.run.job.output_dir, state.worker.rank, state.attempt.number)
-        self._rows, self._schedule = state.run.rows, state.schedule
+        path = state.run.job.output_dir / ROWS_NAME / f"rank{state.worker.rank}.jsonl"
+        self._append = line_writer(file_of_process(path))  # unbuffered
+        self._rows, self._schedule, self._attempt = state.run.rows, state.schedule, state.attempt.number
 
     def on_batch(self, number: int, columns: Batch, inputs: Batch) -> None:
-        arrays = {key: column.numpy() for key, column in columns.items()}
-        skipped = arrays.get(IS_SKIPPED, np.zeros(len(arrays["index"]), bool))
-        epochs = self._rows.epochs_of(arrays["position"])
-        step = self._schedule.step_of(number) + 1
-        self._log.write(step, epochs, arrays["dataset_index"], arrays["index"], skipped)
+        place = np.stack([columns[key].numpy() for key in ("dataset_index", "index")], axis=1)
+        is_skipped = columns[IS_SKIPPED].numpy() if IS_SKIPPED in columns else np.zeros(len(place), bool)
+        epochs, step = self._rows.epochs_of(columns["position"].numpy()), self._schedule.step_of(number) + 1
+        for epoch in np.unique(epochs).tolist():
+            rows, skipped = (place[(epochs == epoch) & chosen].tolist() for chosen in (~is_skipped, is_skipped))
+            line = {"attempt": self._attempt, "epoch": epoch, "step": step, "rows": rows, "skipped": skipped}
+            self._append(json.dumps(line))
 
 
 class ExactMean(Callback):
