@@ -81,11 +81,17 @@ class ReadFunction:
     __name__ = "read_slices"
 
     def __init__(self, context: Any, reads: Sequence[np.ndarray], options: ReadOptions):
-        self.context, self.reads, self.options = context, reads, options
+        self.context, self.options = context, options
+        # An epoch may have a quarter of a million reads.
+        self._runs, self._ends = np.concatenate(reads), np.cumsum([len(runs) for runs in reads])
+
+    @property
+    def reads(self) -> list[np.ndarray]:
+        return np.split(self._runs, self._ends[:-1])
 
     @property
     def rows(self) -> int:
-        return sum(int(np.diff(runs).sum()) for runs in self.reads)
+        return int(np.diff(self._runs).sum())
 
     def __call__(self) -> Iterator[pa.Table]:
         context = _get_context(self.context)

@@ -42,7 +42,7 @@ BOOKKEEPING = {name: np.int64 for name in ("index", "episode_index", "frame_inde
 
 @dataclass(frozen=True)
 class ReadContext:
-    """Context shared by all read tasks of an execution. Each node holds one copy."""
+    """Context shared by all read tasks of a source. Each node holds one copy."""
 
     plan: Plan
     metas: Sequence[DatasetMetadata]  # by `dataset_index`, from `reader.for_read_tasks`
