@@ -28,13 +28,14 @@ from vla_finetuning.plan.look import look_at_rows
 from vla_finetuning.plan.resolve import resolve, with_stats
 from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.action_tokens import ActionTokenizer
+from vla_finetuning.policies.attention import Choice
 from vla_finetuning.policies.families.insulation import TOKENS_MASK
 from vla_finetuning.policies.pipelines import tokenizer_step
-from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.folder import CONFIG_NAME, attempts
+from vla_finetuning.training import model
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.chunks import read_chunks, sample_chunks
-from vla_finetuning.training.model import build_model, make_prepare
+from vla_finetuning.training.model import build_model, check_attention, make_prepare
 
 SPARE_WORDS = 270
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -280,7 +281,7 @@ def test_every_row_comes_exactly_once_and_a_resumed_run_goes_on_as_if_nothing_ha
     assert all(np.isfinite([line["flow_loss"], line["token_loss"], line["text_loss"]]).all() for line in lines)
 
 
-def test_of_robots_that_differ_each_loss_is_over_its_own_rows(setting, tmp_path):
+def test_of_robots_that_differ_each_loss_is_over_its_own_rows(setting, tmp_path, monkeypatch):
     make_dataset(tmp_path / "arm", episodes=(9, 8), state_dim=5, action_dim=4, seed=3, texts={"subtask": SUBTASKS})
     members = [
         {"root": str(setting[0] / "robot"), "robot": "gantry"},
@@ -305,9 +306,15 @@ def test_of_robots_that_differ_each_loss_is_over_its_own_rows(setting, tmp_path)
     assert len(sample_chunks(run)) == 2
 
     loss, _ = build_model(run.policy, torch.device("cpu"))
-    assert family_of(run.policy.config).text_datasets[0].cameras == {TOP}
-    lines = [shape for _, shape in loss.attentions(2, [20]) if shape.name == "text"]
-    assert len({shape.images for shape in lines}) == 2  # of two cameras, and of the one of the questions
+    checked = set()
+
+    def choose_kernel(kernel, attentions, *_):
+        checked.update(shape.images for _, shape in attentions if shape.name == "text")
+        return Choice(kernel, {}, [])
+
+    monkeypatch.setattr(model, "choose_kernel", choose_kernel)
+    check_attention(run.policy, loss, torch.device("cpu"), None)
+    assert len(checked) == 2  # of two cameras, and of the one of the questions
 
 
 def prompts_of(run, columns):

@@ -36,11 +36,10 @@ from vla_finetuning.plan.mixture import (
 )
 from vla_finetuning.plan.names import observation_renames
 from vla_finetuning.plan.statistics import relative_actions
-from vla_finetuning.policies.family import TextDataset
 from vla_finetuning.policies.matching import FeatureMatch, FeatureRow, match_features
 from vla_finetuning.policies.processors import normalization_mode
-from vla_finetuning.policies.registry import family_of, train_as, types_that
-from vla_finetuning.policies.spec import Robot
+from vla_finetuning.policies.registry import family_of, types_that
+from vla_finetuning.policies.spec import Robot, TextDataset
 from vla_finetuning.policies.text_targets import one_line, with_text
 
 Metas = Sequence[DatasetMetadata]
@@ -125,7 +124,7 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
         action_features = {key for meta in with_actions.metas for key in meta.features}
         text_features = {key for meta in datasets.metas for key in meta.features} - action_features
         names = {key: name for key, name in config.rename_map.items() if key not in text_features}
-        return _add_texts(config, datasets, base, match_datasets(replace(config, rename_map=names), with_actions, base))
+        return _add_texts(config, datasets, match_datasets(replace(config, rename_map=names), with_actions, base))
     steps = [window_step(meta, member.fps) for meta, member in zip(datasets.metas, datasets.members, strict=True)]
     groups = list(by_robot(config, datasets))
     if config.dataset.dimension_map:
@@ -238,8 +237,8 @@ def check_rates(metas: Metas, steps: Sequence[int]) -> None:
 # ---- datasets without actions ---------------------------------------------------------------------------------------
 
 
-def _add_texts(config: Config, datasets: Datasets, base: Base, matched: Matched) -> Matched:
-    """Add the datasets without actions to `matched`, and tell the policy's family how their rows are read.
+def _add_texts(config: Config, datasets: Datasets, matched: Matched) -> Matched:
+    """Add the datasets without actions to `matched`, each to a robot as which its rows are prepared.
 
     Raises:
         ValueError: a dataset without actions has no camera of the others.
@@ -247,7 +246,7 @@ def _add_texts(config: Config, datasets: Datasets, base: Base, matched: Matched)
     action_count, rename_map = len(matched.metas), matched.rename_map
     cameras, keys = matched.match.camera_keys, matched.match.dataset_keys
     row_names = {rename_map.get(key, key): key for key in keys}
-    metas, texts = list(matched.metas), []
+    metas, robots = list(matched.metas), list(matched.robots)
     for number in range(action_count, len(datasets.metas)):
         meta, member = datasets.metas[number], datasets.members[number]
         renames = observation_renames({**config.rename_map, **member.rename_map})
@@ -265,7 +264,7 @@ def _add_texts(config: Config, datasets: Datasets, base: Base, matched: Matched)
             )
         same_robot = [n for n, other in enumerate(datasets.members[:action_count]) if other.robot == member.robot]
         stand_in = same_robot[0] if same_robot else 0
-        robot = next(robot for robot in matched.robots if stand_in in robot.datasets)
+        owner = next(n for n, robot in enumerate(robots) if stand_in in robot.datasets)
         features = metas[stand_in].features
         vectors = {key: features[key].shape for key in keys if key in features and key not in cameras and key != ACTION}
         row_vectors = {key: name for key, name in names.items() if meta.features[key].shape == vectors.get(name)}
@@ -281,11 +280,10 @@ def _add_texts(config: Config, datasets: Datasets, base: Base, matched: Matched)
             _, renamed = unify_order([metas[stand_in], renamed], [*vectors, ACTION], config.dataset.dimension_map)
         metas.append(renamed)
         present_cameras = frozenset(rename_map.get(key, key) for key in cameras if key in renamed.features)
-        texts.append(TextDataset(number, stand_in, present_cameras, has_state, robot.opening if same_robot else ""))
-    for policy_config in (base.config, *(robot.config for robot in matched.robots)):
-        train_as(policy_config, family_of(policy_config).with_text_datasets(texts))
-    steps = *(matched.window_steps or (1,) * action_count), *(1 for _ in texts)
-    return replace(matched, metas=tuple(metas), window_steps=steps)
+        text = TextDataset(number, present_cameras, has_state, robots[owner].opening if same_robot else "")
+        robots[owner] = replace(robots[owner], texts=(*robots[owner].texts, text))
+    steps = (*(matched.window_steps or (1,) * action_count), *(1,) * (len(metas) - action_count))
+    return replace(matched, metas=tuple(metas), robots=tuple(robots), window_steps=steps)
 
 
 # ---- robots that differ --------------------------------------------------------------------------------------------

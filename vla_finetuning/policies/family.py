@@ -170,25 +170,6 @@ class Chunks:
         return self.zero + self.values[..., : len(self.zero)] * (self.one - self.zero)
 
 
-@dataclass(frozen=True)
-class TextDataset:
-    """Dataset without actions, whose rows train only their text.
-
-    Attributes:
-        number: `dataset_index` of its rows.
-        stand_in: `dataset_index` of the dataset as which its rows are prepared, before actions are masked.
-        cameras: its cameras, by the policy's names.
-        state: whether it has the state of the robot of `stand_in`; if not, prompts leave the state out.
-        opening: text before each of its instructions.
-    """
-
-    number: int
-    stand_in: int
-    cameras: frozenset[str]
-    state: bool = False
-    opening: str = ""
-
-
 LossClass = type[PolicyLoss]
 
 
@@ -288,21 +269,23 @@ class Family:
         return {}
 
     def prepared(
-        self, prepare: Callable[[Columns], Columns], config: PreTrainedConfig, tokenizer_step: Any
+        self,
+        prepare: Callable[[Columns], Columns],
+        config: PreTrainedConfig,
+        tokenizer_step: Any,
+        without_actions: Sequence[int] = (),
     ) -> Callable[[Columns], Columns]:
         """Return `prepare`, extended by the columns that the loss needs besides the processors' output.
 
-        `tokenizer_step` is None if the processors make no tokens.
+        Args:
+            tokenizer_step: step of the processors; None if they make no tokens.
+            without_actions: `dataset_index` of datasets whose rows have no actions.
         """
         return prepare
 
     def micro_batch(self, columns: Columns) -> Columns:
         """Return a micro-batch's columns, extended on the host in the training worker by what the loss needs."""
         return columns
-
-    def with_text_datasets(self, datasets: Sequence[TextDataset]) -> Family:
-        """Return the family of a run that has datasets without actions."""
-        return self
 
     def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> Family:
         """Return the family fitted to a run's rows before training. Called on the driver at each start.

@@ -246,46 +246,52 @@ def _window(deltas: Sequence[int] | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PreparedRobot:
-    """Preparation of one robot's rows in a mixture, by the policy's feature names.
+    """Preparation of the rows of some datasets: one robot's, or datasets without actions.
 
-    A block pads the robot's vectors from `widths` with zeros; `opening` is the prefix of its instructions.
+    Attributes:
+        cameras: their cameras, by the policy's names.
+        widths: widths of vectors, which a block pads with zeros, by the names in rows.
+        opening: prefix of their instructions.
+        datasets: values of `dataset_index`.
+        acts: whether the rows have actions.
     """
 
     prepare: Prepare
     cameras: frozenset[str]
     widths: Mapping[str, int]
     opening: str = ""
+    datasets: tuple[int, ...] = ()
+    acts: bool = True
 
 
 class PrepareRobots:
     """`Prepare` for blocks with rows of several robots: each row runs through its robot's pipeline at its width.
 
-    With one robot, the result is exactly that of its `Prepare`.
+    With one robot alone, the result is exactly that of its `Prepare`.
 
     Args:
-        robot_of: index in `robots` of each dataset.
-        cameras: all cameras in a block, by the policy's names.
+        robots: robots, then datasets without actions.
+        cameras: the policy's names of all cameras in a block, by their names there.
         per_robot_dims: whether each row's loss covers only its robot's action dimensions.
     """
 
-    def __init__(
-        self, robots: Sequence[PreparedRobot], robot_of: Sequence[int], cameras: Sequence[str], per_robot_dims: bool
-    ):
-        self._robots, self._robot_of, self._cameras = tuple(robots), np.asarray(robot_of), tuple(cameras)
-        self._per_robot_dims = per_robot_dims
+    def __init__(self, robots: Sequence[PreparedRobot], cameras: Mapping[str, str], per_robot_dims: bool):
+        self._robots, self._cameras, self._per_robot_dims = tuple(robots), dict(cameras), per_robot_dims
+        pairs = [(dataset, number) for number, robot in enumerate(robots) for dataset in robot.datasets]
+        self._robot_of = np.array([number for _, number in sorted(pairs)], np.int64)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Prepare a block as `Prepare` does, with vectors padded to the widest robot.
 
         With several robots, there are three more kinds of columns: `CAMERA_is_present` bool (N,) for each camera,
-        `robot_index` int64 (N,), and with `per_robot_dims` `action_dims` bool (N, A), True for dimensions of the row's
-        robot.
+        `robot_index` int64 (N,), -1 for rows without actions, and with `per_robot_dims` `action_dims` bool (N, A), True
+        for dimensions of the row's robot.
         """
         if len(self._robots) == 1:
             return self._robots[0].prepare(batch)
         robot = self._robot_of[batch["dataset_index"]]
-        columns = {key: _camera_column(batch, key) for key in self._cameras}
-        rest = {key: value for key, value in batch.items() if key not in columns}
+        columns = {name: _camera_column(batch, key) for key, name in self._cameras.items()}
+        rest = {key: value for key, value in batch.items() if key not in self._cameras}
         prepared: dict[str, np.ndarray] = {}
         for number in np.unique(robot) if len(robot) else (0,):
             layout, rows = self._robots[number], np.flatnonzero(robot == number)
@@ -300,9 +306,9 @@ class PrepareRobots:
                 if key in layout.widths:
                     out = out[..., : value.shape[-1]]
                 out[rows] = value
-        columns |= {**prepared, ROBOT: robot.astype(np.int64)}
-        for key in self._cameras:
-            columns[key + IS_PRESENT] = np.array([key in layout.cameras for layout in self._robots])[robot]
+        columns |= {**prepared, ROBOT: np.where(np.array([layout.acts for layout in self._robots])[robot], robot, -1)}
+        for name in self._cameras.values():
+            columns[name + IS_PRESENT] = np.array([name in layout.cameras for layout in self._robots])[robot]
         if self._per_robot_dims:
             widths = np.array([layout.widths[ACTION] for layout in self._robots])[robot]
             columns[ACTION_DIMS] = np.arange(batch[ACTION].shape[-1]) < widths[:, None]

@@ -36,6 +36,23 @@ class ValueSpec:
 
 
 @dataclass(frozen=True)
+class TextDataset:
+    """Dataset without actions, whose rows are prepared as those of a robot and train only their text.
+
+    Attributes:
+        number: `dataset_index` of its rows.
+        cameras: its cameras, by the policy's names.
+        state: whether it has the robot's state; if not, prompts leave the state out.
+        opening: text before each of its instructions.
+    """
+
+    number: int
+    cameras: frozenset[str]
+    state: bool = False
+    opening: str = ""
+
+
+@dataclass(frozen=True)
 class Robot:
     """A robot that the policy is trained on: its datasets, their match with the policy, and its statistics.
 
@@ -51,6 +68,7 @@ class Robot:
         missing_stats: names of statistics still to compute, by feature; `stats` is empty until then.
         statistics: lines that describe the statistics' source and how well they fit the data.
         opening: prefix of its instructions that names the robot; may be empty.
+        texts: datasets without actions whose rows are prepared as its rows.
     """
 
     name: str
@@ -63,6 +81,7 @@ class Robot:
     missing_stats: dict[str, set[str]] = field(default_factory=dict)
     statistics: tuple[str, ...] = ()
     opening: str = ""
+    texts: tuple[TextDataset, ...] = ()
 
     @property
     def label(self) -> str:
@@ -135,7 +154,7 @@ class PolicySpec:
         return tuple(number for _, number in sorted(pairs))
 
     def select_robot(self, robot: Robot) -> PolicySpec:
-        return replace(self, config=robot.config, robots=(robot,))
+        return replace(self, config=robot.config, robots=(replace(robot, texts=()),))
 
     @property
     def cameras(self) -> int:

@@ -8,11 +8,15 @@ Legend: N rows, S tokens of a text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from lerobot.lerobot_types import TransitionKey
+from lerobot.policies.pi05.processor_pi05 import Pi05PrepareStateTokenizerProcessorStep
+from lerobot.processor import PolicyProcessorPipeline, ProcessorStep
 
 from vla_finetuning.policies.family import Columns
 from vla_finetuning.policies.texts import TASK
@@ -39,22 +43,45 @@ def ends_of_text(tokenizer: Any) -> tuple[int, int]:
     return pad if begin is None else begin, pad if end is None else end
 
 
+class StatelessPrompts(Pi05PrepareStateTokenizerProcessorStep):
+    """Write LeRobot's prompts of PI0.5 without the state."""
+
+    def __call__(self, transition: Any) -> Any:
+        data = transition[TransitionKey.COMPLEMENTARY_DATA]
+        tasks = [task.strip().replace("_", " ").replace("\n", " ") for task in data[self.task_key]]
+        prompts = [f"Task: {task};\nAction: " for task in tasks]
+        return {**transition, TransitionKey.COMPLEMENTARY_DATA: {**data, self.task_key: prompts}}
+
+
+def without_state(preprocessor: PolicyProcessorPipeline) -> PolicyProcessorPipeline:
+    """Return a pipeline whose prompts leave the state out, as openpi's for data without a state."""
+
+    def changed(step: ProcessorStep) -> ProcessorStep:
+        return StatelessPrompts() if isinstance(step, Pi05PrepareStateTokenizerProcessorStep) else step
+
+    pipeline = copy.copy(preprocessor)
+    pipeline.steps = [changed(step) for step in preprocessor.steps]
+    return pipeline
+
+
 @dataclass(frozen=True)
 class WithText:
     """Run `prepare` and add TEXT int64 (N, S + 1) and TEXT_MASK bool (N, S), from the texts of `column`.
 
-    Rows at odd positions of a run's stream have their text in the prompt and no target. Rows without a text have
-    neither.
+    Rows at odd positions of a run's stream have their text in the prompt and no target, unless they are of the datasets
+    `without_actions`. Rows without a text have neither.
     """
 
     prepare: Callable[[Columns], Columns]
     column: str
     tokenizer: Any
+    without_actions: Sequence[int] = ()
 
     def __call__(self, batch: Columns) -> Columns:
         """Raise ValueError for a text that is too long, or with a word that the tokenizer lacks."""
         texts = [one_line(text) for text in batch[self.column]]
         in_prompt = batch["position"] % 2 == 1 if "position" in batch else np.zeros(len(texts), bool)
+        in_prompt &= ~np.isin(batch["dataset_index"], self.without_actions)
         task = [
             with_text(task, text) if append else task
             for task, text, append in zip(batch[TASK], texts, in_prompt, strict=True)

@@ -20,6 +20,7 @@ from vla_finetuning.policies.pipelines import tokenizer_step
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, PreparedRobot, PrepareRobots
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.text_targets import without_state
 from vla_finetuning.policies.trainable import autocast_dtype, build_loss
 from vla_finetuning.policies.value import ValueLoss
 from vla_finetuning.training.stream import Columns, WithAdvantage, WithPosition
@@ -67,7 +68,8 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
 
 def check_attention(spec: PolicySpec, loss: PolicyLoss, device: torch.device, autocast: torch.dtype | None) -> None:
     """Choose an attention kernel that is correct on this device for the run's shapes."""
-    counts = range(min(len(robot.cameras) for robot in spec.robots), spec.cameras + 1)
+    cameras = [keys for robot in spec.robots for keys in (robot.cameras, *(text.cameras for text in robot.texts))]
+    counts = range(min(map(len, cameras)), spec.cameras + 1)
     shapes = [shape for cameras in counts for shape in loss.attentions(cameras, spec.prompts)]
     if shapes:
         loss.attention = choose_kernel(loss.attention, shapes, device, autocast or torch.float32).kernel
@@ -97,15 +99,26 @@ def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> Trainable
 
 def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
     """Return the CPU half of the policy's preprocessor, or of each robot's, for read tasks."""
-    texts, robots = family_of(spec.config).reads_texts, []
+    family, names = family_of(spec.config), spec.robots[0].rename_map  # the same for all robots
+    robots, texts = list[PreparedRobot](), list[PreparedRobot]()
     for robot in spec.robots:
         preprocessor, _ = spec.select_robot(robot).processors()
         cameras = robot.cameras if spec.mixes_robots else rows.camera_keys
-        pipeline = Prepare(preprocessor, cameras, robot.rename_map, robot.config, trusted=spec.trusted, texts=texts)
-        robots.append(PreparedRobot(pipeline, frozenset(cameras), robot.widths, robot.opening))
+        options: Any = {"trusted": spec.trusted, "texts": family.reads_texts}
+        options |= {"camera_keys": cameras, "rename_map": names, "config": robot.config}
+        seen = frozenset(names.get(key, key) for key in cameras)
+        robots.append(
+            PreparedRobot(Prepare(preprocessor, **options), seen, robot.widths, robot.opening, robot.datasets)
+        )
+        for text in robot.texts:
+            pipeline = robots[-1].prepare if text.state else Prepare(without_state(preprocessor), **options)
+            layout = PreparedRobot(pipeline, text.cameras, robot.widths, text.opening, (text.number,), acts=False)
+            texts.append(layout)
     prepare: Callable[[Columns], Columns]
-    prepare = PrepareRobots(robots, spec.robot_of, rows.camera_keys, per_robot_dims=spec.train.pad_loss == "own")
+    own_dims = spec.mixes_robots and spec.train.pad_loss == "own"
+    prepare = PrepareRobots([*robots, *texts], {key: names.get(key, key) for key in rows.camera_keys}, own_dims)
     if rows.positive is not None:
         prepare = WithAdvantage(prepare, rows.positive, ADVANTAGE, LABEL_DROPOUT, spec.seed)
-    prepare = family_of(spec.config).prepared(prepare, spec.config, tokenizer_step(preprocessor))
+    without_actions = [number for text in texts for number in text.datasets]
+    prepare = family.prepared(prepare, spec.config, tokenizer_step(preprocessor), without_actions)
     return WithPosition(prepare) if spec.augments else prepare

@@ -3,14 +3,13 @@
 One forward computes the segments [images, prompt] [action tokens] [text] [noisy actions]. Action tokens attend to the
 prefix and to earlier action tokens, text tokens (`text_targets`) to the prefix and to earlier text tokens. Noisy
 actions attend to the prefix and to each other. The expert gets detached keys and values of the prefix, so
-the backbone learns only from the cross-entropy of tokens. Rows without actions train only their text (`TextDataset`).
+the backbone learns only from the cross-entropy of tokens. Rows without actions train only their text.
 
 Legend: B batch, K draws of noise and time per row, T chunk, A action, F action tokens, S text tokens, P prefix tokens.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -21,18 +20,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lerobot.configs import PreTrainedConfig
-from lerobot.lerobot_types import TransitionKey
 from lerobot.policies.pretrained import PreTrainedPolicy
-from lerobot.processor import create_transition
-from lerobot.utils.constants import (
-    ACTION,
-    OBS_LANGUAGE_ATTENTION_MASK,
-    OBS_LANGUAGE_TOKENS,
-    OPENPI_ATTENTION_MASK_VALUE,
-)
+from lerobot.utils.constants import ACTION, OPENPI_ATTENTION_MASK_VALUE
 from torch import Tensor, nn
 
-from vla_finetuning.columns import IS_PRESENT, ROBOT, ROW_COLUMNS
+from vla_finetuning.columns import ROBOT
 from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies.action_tokens import (
     ACTION_TOKENIZER_FOLDER,
@@ -46,10 +38,9 @@ from vla_finetuning.policies.action_tokens import (
 )
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.families.pi05 import PI05, PI05Loss, Prefix, image_tokens, norm, suffix_layer
-from vla_finetuning.policies.family import MEAN_COUNT, Chunks, Columns, Family, PolicyLoss, TextDataset
+from vla_finetuning.policies.family import MEAN_COUNT, Chunks, Columns, Family, PolicyLoss
 from vla_finetuning.policies.flow import ROW_FACTORS, repeat_rows
 from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, TEXT_MASK, WithText
-from vla_finetuning.policies.texts import TASK
 from vla_finetuning.policies.tiny_pi05 import SPARE_WORD
 from vla_finetuning.terminal import print_safe
 
@@ -72,23 +63,13 @@ class InsulatedLoss(PI05Loss):
     (ROBOT other than -1). With MEAN_COUNT both are means over the whole optimizer step. Logits are computed only for
     tokens with a loss (`micro_batch`). Logits of action tokens cover only the words that stand for action tokens;
     logits of text cover all words, as in `write`. The output head is the word embedding, as in PaliGemma.
-
-    Args:
-        fewest_cameras: least number of cameras of a dataset without actions; None if the run has no such dataset.
     """
 
     def __init__(
-        self,
-        policy: PreTrainedPolicy,
-        *,
-        vocabulary: int,
-        flow_weight: float,
-        text: bool = False,
-        fewest_cameras: int | None = None,
-        **options: Any,
+        self, policy: PreTrainedPolicy, *, vocabulary: int, flow_weight: float, text: bool = False, **options: Any
     ):
         super().__init__(policy, **options)
-        self._end, self._flow_weight, self._fewest_cameras = vocabulary, flow_weight, fewest_cameras
+        self._end, self._flow_weight = vocabulary, flow_weight
         self._segments = {"tokens": token_columns(policy.config), **({"text": TEXT_COLUMNS} if text else {})}
         trained = any(parameter.requires_grad for parameter in policy.parameters())
         if trained and not any(parameter.requires_grad for parameter in self._language_model.parameters()):
@@ -179,9 +160,7 @@ class InsulatedLoss(PI05Loss):
             for name, tokens in self._segments.items()
             for prompt in prompts
         ]
-        # A micro-batch may hold only rows without actions, which have fewer cameras.
-        fewer = [] if cameras <= (self._fewest_cameras or cameras) else self.attentions(cameras - 1, prompts)
-        return [*super().attentions(cameras, prompts), *((language.self_attn, shape) for shape in shapes), *fewer]
+        return [*super().attentions(cameras, prompts), *((language.self_attn, shape) for shape in shapes)]
 
 
 # A function of its own, because Dynamo limits the shapes of each function.
@@ -225,7 +204,6 @@ class InsulatedPI05(PI05):
     flow_weight: float = 1.0
     vocabulary: int = 0
     text: str | None = None
-    text_datasets: tuple[TextDataset, ...] = ()
 
     train_options = PI05.train_options | {"exact_mean"}
 
@@ -237,28 +215,26 @@ class InsulatedPI05(PI05):
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
         options |= {"vocabulary": self.vocabulary, "flow_weight": self.flow_weight, "text": self.text is not None}
-        fewest = min((len(dataset.cameras) for dataset in self.text_datasets), default=None)
-        return InsulatedLoss(policy, fewest_cameras=fewest, **options)
+        return InsulatedLoss(policy, **options)
 
     def prepared(
-        self, prepare: Callable[[Columns], Columns], config: PreTrainedConfig, tokenizer_step: Any
+        self,
+        prepare: Callable[[Columns], Columns],
+        config: PreTrainedConfig,
+        tokenizer_step: Any,
+        without_actions: Sequence[int] = (),
     ) -> Callable[[Columns], Columns]:
-        """Wrap `prepare` to add text tokens, action tokens if there is a tokenizer, and rows without actions."""
+        """Wrap `prepare` to add text tokens, and action tokens if there is a tokenizer."""
         if self.text is not None:
-            prepare = WithText(prepare, self.text, tokenizer_step.input_tokenizer)
+            prepare = WithText(prepare, self.text, tokenizer_step.input_tokenizer, without_actions)
         if (tokenizer := self.action_tokenizer) is not None:
             prepare = WithActionTokens(prepare, tokenizer, token_columns(config))
-        if not self.text_datasets:
-            return prepare
-        return WithoutActions(prepare, self.text_datasets, tuple(config.image_features), tokenizer_step)
+        return prepare
 
     def micro_batch(self, columns: Columns) -> Columns:
         """Add the flat indices of tokens with a loss, int64 (M,): on the device they would need a host read."""
         masks = {key: _loss_mask(columns, key) for key in (TOKENS_MASK, TEXT_MASK) if key in columns}
         return {**columns, **{key + INDICES: np.flatnonzero(mask) for key, mask in masks.items()}}
-
-    def with_text_datasets(self, datasets: Sequence[TextDataset]) -> InsulatedPI05:
-        return replace(self, text_datasets=tuple(datasets))
 
     def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> InsulatedPI05:
         """Load the tokenizer that an earlier start wrote into the run's folder, or fit and write it.
@@ -323,7 +299,7 @@ class InsulatedPI05(PI05):
 class WithActionTokens:
     """Run `prepare` and add TOKENS int64 (N, F), with the end token, and TOKENS_MASK bool (N, F).
 
-    Keep the first F tokens of a longer chunk: they encode the lowest frequencies.
+    Keep the first F tokens of a longer chunk: they encode the lowest frequencies. Mask those of rows without an action.
     """
 
     prepare: Callable[[Columns], Columns]
@@ -336,64 +312,9 @@ class WithActionTokens:
         tokens, mask = np.zeros((len(rows), self.columns), np.int64), np.zeros((len(rows), self.columns), bool)
         for number, ids in enumerate(rows):
             tokens[number, : len(ids)], mask[number, : len(ids)] = ids, True
+        if ROBOT in prepared:
+            mask &= prepared[ROBOT][:, None] >= 0
         return {**prepared, TOKENS: tokens, TOKENS_MASK: mask}
-
-
-@dataclass(frozen=True)
-class WithoutActions:
-    """Run `prepare` on rows with and without actions; rows without actions get ROBOT -1 and masked action tokens.
-
-    The text of a row without actions is always a target, never a part of the prompt. Cameras that such a row lacks are
-    masked (`CAMERA_is_present`). Prompts of rows without a state leave the state out.
-    """
-
-    prepare: Callable[[Columns], Columns]
-    datasets: tuple[TextDataset, ...]
-    cameras: tuple[str, ...]
-    tokenizer_step: Any
-
-    def __call__(self, batch: Columns) -> Columns:
-        stand_in, task = batch["dataset_index"].copy(), batch[TASK].copy()
-        stateless = np.zeros(len(task), bool)
-        has_camera = {camera: np.ones(len(task), bool) for camera in self.cameras}
-        for dataset in self.datasets:
-            rows = batch["dataset_index"] == dataset.number
-            stand_in[rows] = dataset.stand_in
-            for camera in self.cameras:
-                has_camera[camera][rows] = camera in dataset.cameras
-            if not dataset.state:
-                stateless |= rows
-                task[rows] = ""  # `_with_prompts` writes their prompts
-        has_action = ~np.isin(batch["dataset_index"], [dataset.number for dataset in self.datasets])
-        changed = {"dataset_index": stand_in, TASK: task}
-        if "position" in batch:
-            changed["position"] = batch["position"] * has_action  # 0 is even: no prompt says the text (`WithText`)
-        prepared = self.prepare({**batch, **changed})
-        prepared |= {key: batch[key] for key in ROW_COLUMNS if key in batch}
-        prepared[ROBOT] = np.where(has_action, prepared.get(ROBOT, 0), -1).astype(np.int64)
-        for camera in [camera for camera in self.cameras if camera in prepared]:
-            present = prepared.get(camera + IS_PRESENT, True)
-            prepared[camera + IS_PRESENT] = np.where(has_action, present, has_camera[camera])
-        if TOKENS_MASK in prepared:
-            prepared[TOKENS_MASK] = prepared[TOKENS_MASK] & has_action[:, None]
-        return self._with_prompts(prepared, batch, stateless) if stateless.any() else prepared
-
-    def _with_prompts(self, prepared: Columns, batch: Columns, stateless: np.ndarray) -> Columns:
-        opening = {dataset.number: dataset.opening for dataset in self.datasets}
-        numbers = batch["dataset_index"][stateless].tolist()
-        tasks = [
-            f"{opening[number]}{text}".strip().replace("_", " ").replace("\n", " ")
-            for number, text in zip(numbers, batch[TASK][stateless], strict=True)
-        ]
-        prompts = [f"Task: {task};\nAction: " for task in tasks]  # LeRobot's, without the state
-        step = copy.copy(self.tokenizer_step)
-        step.padding = "max_length"  # as `Prepare` sets it
-        transition = step(create_transition(observation={}, complementary_data={step.task_key: prompts}))
-        columns = transition[TransitionKey.OBSERVATION]
-        changed = {key: prepared[key].copy() for key in (OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)}
-        for key, values in changed.items():
-            values[stateless] = columns[key].numpy()
-        return {**prepared, **changed}
 
 
 def insulated(plain: Family, config: PreTrainedConfig, train: TrainOptions, folder: Path | None) -> InsulatedPI05:
