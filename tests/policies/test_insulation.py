@@ -341,7 +341,6 @@ def test_compiled_layers_give_the_same_losses_and_gradients(policy, in_float64):
         assert found.item() == pytest.approx(expected.item(), rel=1e-12)
         found.backward(), expected.backward()
         assert compiler.compilations == 5  # layers of vision, language, actions and tokens; the last keys and values
-    assert not compiler.failed
     found, expected = gradients(policy), gradients(plain)
     assert found.keys() == expected.keys()
     for name, gradient in found.items():

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vla
@@ -251,8 +252,15 @@ def test_compiling_is_refused_with_a_reason_and_training_goes_on(setting, caplog
         "--train.compile does nothing: the step runs on the CPU, and only GPUs gain from it"
     ]
     monkeypatch.setattr(model, "why_not", lambda device: None)
-    build_model(run.policy, CPU)
+    loss, _ = build_model(run.policy, CPU)
     assert made == [1] and callbacks.Compile in map(type, vla.callbacks_for(run, MagicMock()))
+
+    def fails(*_):
+        raise TorchDynamoException("no code\ngenerator")
+
+    monkeypatch.setattr(callbacks.Compile, "_compile", fails)
+    with pytest.raises(ValueError, match=r"--train.compile: torch.compile failed, leave it out \(no code generator\)"):
+        callbacks.Compile().on_start(SimpleNamespace(finished=False, loss=loss))
 
 
 @pytest.mark.gate

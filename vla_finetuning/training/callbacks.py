@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
+from torch._dynamo.exc import TorchDynamoException
 
 from util import Batch, peak_flops
 from vla_finetuning.buckets.mirror import file_of_process
@@ -98,9 +99,16 @@ class Compile(Callback):
     """Compile the layers before the first step for every length of prompts, on all ranks at once (--train.compile)."""
 
     def on_start(self, state: TrainState) -> None:
-        spec, loss, device = state.run.policy, state.loss, state.worker.device
-        if state.finished or getattr(loss, "compiler", None) is None:
+        if state.finished or getattr(state.loss, "compiler", None) is None:
             return
+        try:
+            self._compile(state)
+        except TorchDynamoException as error:
+            reason = " ".join(str(error).split())  # PyTorch's messages fill pages
+            raise ValueError(f"--train.compile: torch.compile failed, leave it out ({reason:.500})") from error
+
+    def _compile(self, state: TrainState) -> None:
+        spec, loss, device = state.run.policy, state.loss, state.worker.device
         batch = state.batches.peek()
         noise, time = noise_for(spec, state.step, state.schedule, device)(0)
         for length in spec.prompts:
