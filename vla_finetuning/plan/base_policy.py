@@ -25,7 +25,7 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.options.train import LOSS_OPTIONS, TrainOptions
 from vla_finetuning.policies.loading import check_weights, fetch_pretrained, load_policy_config, make_policy_config
 from vla_finetuning.policies.meta import meta_policy
-from vla_finetuning.policies.registry import family_of, require_trained, train_by_options, types_that
+from vla_finetuning.policies.registry import family_of, require_trained, supports, train_by_options, types_that
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, code_source, remote_code
 from vla_finetuning.policies.spec import pretrained_digests, weights_file
 from vla_finetuning.policies.trainable import TrainableReport, choose_trainable, with_float32_masters
@@ -94,8 +94,8 @@ def check_policy(
         )
     for name in LOSS_OPTIONS:
         value, default = getattr(train, name), getattr(TrainOptions(), name)
-        if value != default and name not in family.train_options:
-            types_with_option = types_that(lambda other: name in other.train_options)  # noqa: B023  (called at once)
+        if value != default and not supports(family, name):
+            types_with_option = types_that(lambda other: supports(other, name))  # noqa: B023  (called at once)
             raise ValueError(
                 f"--train.{name}={value} is for {types_with_option}, and the policy is of type {policy_config.type}: "
                 "leave it out; the policy's own options (--policy.*) may have an equivalent"

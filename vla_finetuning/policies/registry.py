@@ -25,8 +25,8 @@ _MODULES = [
     importlib.import_module(file.name) for file in pkgutil.iter_modules(families.__path__, f"{families.__name__}.")
 ]
 FAMILIES: dict[str, Family] = {family.type: family for module in _MODULES for family in getattr(module, "FAMILIES", ())}
-# Functions that replace a family in runs with an option (--train.*), by the name of the option.
-BY_OPTION = {option: make for module in _MODULES for option, make in getattr(module, "BY_OPTION", {}).items()}
+# By the name of an option (--train.*): the class of the families that it replaces, and the function that does so.
+BY_OPTION = {option: pair for module in _MODULES for option, pair in getattr(module, "BY_OPTION", {}).items()}
 
 
 def family_of(config: PreTrainedConfig) -> Family:
@@ -45,9 +45,14 @@ def train_by_options(config: PreTrainedConfig, train: TrainOptions, folder: Path
     Args:
         folder: folder of the policy that the run starts from; None for random weights.
     """
-    for option, make in BY_OPTION.items():
-        if getattr(train, option) and option in (family := family_of(config)).train_options:
+    for option, (replaced, make) in BY_OPTION.items():
+        if getattr(train, option) and type(family := family_of(config)) is replaced:
             train_as(config, make(family, config, train, folder))
+
+
+def supports(family: Family, option: str) -> bool:
+    """Return whether a family trains with an option of `LOSS_OPTIONS` (--train.*)."""
+    return option in family.train_options or (option in BY_OPTION and type(family) is BY_OPTION[option][0])
 
 
 def family_of_class(config_class: type, policy_type: str) -> Family:

@@ -205,7 +205,7 @@ class InsulatedPI05(PI05):
     vocabulary: int = 0
     text: str | None = None
 
-    train_options = PI05.train_options | {"exact_mean"}
+    train_options = PI05.train_options | {"exact_mean", "knowledge_insulation"}
 
     def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
         """Assign parts as PI0.5 does, but the whole language model is used: action tokens pass all of its layers."""
@@ -358,4 +358,4 @@ def spare_words(config: PreTrainedConfig) -> int | None:
     return None if own is None else sum(word.startswith(SPARE_WORD) for word in own)
 
 
-BY_OPTION = {"knowledge_insulation": insulated}
+BY_OPTION = {"knowledge_insulation": (PI05, insulated)}

@@ -56,7 +56,6 @@ class PI0(PI05):
     before_actions = 1
     # Chunk likelihoods, values and guidance would also need the state as an input.
     flow = False
-    train_options = PI05.train_options - {"knowledge_insulation"}
 
     def empty_inputs(
         self, config: Any, rows: int, draws: int, device: torch.device | str

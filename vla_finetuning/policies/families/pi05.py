@@ -107,7 +107,7 @@ class PI05Loss(FlowLoss):
     def write(self, batch: Mapping[str, Tensor], begin: int, end: int, most: int) -> Tensor:
         """Generate a text for each row by greedy decoding with a key-value cache: int64 (B, N), N at most `most`.
 
-        The output head is the word embedding, which `text_targets` trains.
+        The output head is the word embedding, which training on texts trains.
 
         Args:
             begin, end: tokens before and after a text; `end` also fills the rest of a row.
@@ -397,9 +397,7 @@ class PI05(Family):
         "expert": frozenset({"heads", "action expert"}),
         "full": frozenset({"heads", "action expert", "language model", "vision"}),
     }
-    train_options = frozenset(
-        {"mask_padding", "noise_draws", "activation_checkpointing", "compile", "knowledge_insulation"}
-    )
+    train_options = frozenset({"mask_padding", "noise_draws", "activation_checkpointing", "compile"})
     ignored_options = {
         "train_expert_only": "--train.mode expert",
         "freeze_vision_encoder": "--train.mode heads or expert, in which the whole backbone is frozen",
