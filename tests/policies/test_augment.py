@@ -15,7 +15,7 @@ from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies import augment
-from vla_finetuning.policies.augment import Sequential, Subset, Uniform, draw_uniform, make_augmentation, openpi_step
+from vla_finetuning.policies.augment import Subset, Uniform, draw_uniform, make_augmentation, openpi_step
 from vla_finetuning.policies.processors import DeviceHalf
 
 ROWS, HEIGHT, WIDTH = 6, 40, 56
@@ -191,15 +191,6 @@ def test_only_frames_that_are_trained_on_are_changed():
     plain = DeviceHalf(None, policy)(batch)
     assert torch.equal(half(batch)[key], plain[key]) and not torch.equal(trained[key], plain[key])
     assert augmentation(policy, enable=False) is None
-
-
-def test_a_color_jitter_of_several_parts_has_them_in_any_order():
-    step = augment._lerobot_transform(
-        "here", make_transform_from_config(ImageTransformConfig(type="ColorJitter", kwargs={"hue": 0.1, "contrast": 1}))
-    )
-    assert isinstance(step, Subset) and step.shuffled and step.count == 2
-    assert [list(part.ranges) for part in step.steps] == [[(0.0, 2.0)], [(-0.1, 0.1)]]
-    assert Sequential([step, step]).draws == 2 * step.draws == 8
 
 
 @pytest.mark.parametrize(

@@ -162,18 +162,6 @@ def test_a_chunk_goes_on_from_given_actions_as_by_lerobots_sampler(delay, monkey
         assert (found - plain)[:, delay:].abs().max() > 1e-3
 
 
-def test_uint8_images_are_what_lerobot_makes_of_them():
-    policy = make_policy(2)
-    batch, noise, time = make_batch(policy)
-    bytes_ = {key: (value * 255).to(torch.uint8) for key, value in batch.items() if "images" in key}
-    expected, _ = reference(policy, noise, time).forward(
-        {**batch, **{key: value.to(torch.float32) / 255 for key, value in bytes_.items()}}
-    )
-    channels_last = {key: value.movedim(1, -1).contiguous() for key, value in bytes_.items()}
-    loss = PI05Loss(policy)({**batch, **channels_last}, noise, time)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
 def test_bfloat16_policy_is_lerobots_to_its_precision():
     policy = make_policy(2, dtype="bfloat16")
     batch, noise, time = make_batch(policy)

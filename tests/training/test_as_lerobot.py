@@ -27,6 +27,7 @@ from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from diagnostics import audit_syncs
 from tests import in_process
 from tests.datasets import make_dataset
 from tests.in_process import Rank, RunRows, alone, in_ranks, schedule
@@ -405,6 +406,14 @@ def test_prompts_of_several_blocks_become_what_the_longest_needs(dataset):
     longest = expected["input_ids"].shape[1]
     assert np.array_equal(tokens[:, :longest], expected["input_ids"])
     assert np.array_equal(mask[:, :longest], expected["attention_mask"]) and not mask[:, longest:].any()
+
+
+@pytest.mark.parametrize("kind", [pytest.param("pi0", marks=pytest.mark.gate), "smolvla"])
+def test_a_step_reads_nothing_from_the_device(dataset, tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(audit_syncs, "WINDOW_STEPS", 1)
+    with KINDS[kind].here():
+        found = audit_syncs.audit(resolved(dataset, kind, tmp_path, **{"grad_accum": 2}))
+    assert not found.syncs, found.table()
 
 
 # ---- two workers ----------------------------------------------------------------------------------------------------
