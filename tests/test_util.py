@@ -12,7 +12,6 @@ from lerobot.optim.schedulers import CosineDecayWithWarmupSchedulerConfig
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from util import (
@@ -120,41 +119,6 @@ def test_the_step_is_plain_adamw_with_clipping_and_schedule(sharded, request):
     assert {int(value) for name, value in optimizer.state().items() if name.startswith("step.")} == {10}
 
 
-class Exchanges(Regression):
-    """Has FSDP2's methods, and notes whether gradients travel with each backward."""
-
-    whole_between_micro_batches = True
-
-    def __init__(self):
-        super().__init__()
-        self.syncs = self.reshards = True
-        self.found = []
-
-    def set_requires_gradient_sync(self, value):
-        self.syncs = value
-
-    def set_reshard_after_backward(self, value):
-        self.reshards = value
-
-    def forward(self, *args):
-        self.found.append((self.syncs, self.reshards))
-        return super().forward(*args)
-
-
-def test_gradients_travel_once_per_step(group, monkeypatch):
-    sharded = Exchanges()
-    run(sharded, batches(6, 2), steps=2, accum=3, size=2)
-    assert sharded.found == [(False, False), (False, False), (True, True)] * 2
-    sharded = Exchanges()
-    sharded.whole_between_micro_batches = False
-    run(sharded, batches(3, 2), steps=1, accum=3, size=2)
-    assert sharded.found == [(True, True)] * 3
-    replicated, found = DistributedDataParallel(Regression()), []
-    replicated.register_forward_pre_hook(lambda *_: found.append(replicated.require_backward_grad_sync))
-    run(replicated, batches(6, 2), steps=2, accum=3, size=2)
-    assert found == [False, False, True] * 2
-
-
 @pytest.mark.parametrize("bad", [None, 2])
 def test_the_average_is_pytorchs_and_takes_the_parameters_place_for_a_while(bad):
     data, model = batches(5, 8), Regression()
@@ -211,26 +175,6 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
     metrics, _ = window.gather({"waited_s": 0.0})
     assert metrics["nonfinite_steps"] == 1 and metrics["samples"] == 24
     assert np.isfinite(metrics["loss"])
-
-
-def test_optimizer_state_comes_back_by_name():
-    data = batches(8, 4)
-    whole, half = Regression(), Regression()
-    run(whole, data, steps=8, accum=1, size=4)
-    _, optimizer = run(half, data[:4], steps=4, accum=1, size=4)
-    saved = {k: v.clone() for k, v in optimizer.state().items()}
-
-    fresh = Regression()
-    fresh.load_state_dict(half.state_dict())
-    resumed = make_optimizer(fresh)
-    for name, value in resumed.state().items():
-        value.copy_(saved.pop(name))
-    assert not saved
-    feed = iter(data[4:])
-    for step in range(4, 8):
-        take_step(fresh, resumed, feed, step, 4)
-    for a, b in zip(whole.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_only_what_trains_is_optimised_and_it_must_be_float32():

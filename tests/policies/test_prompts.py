@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import make_batch, make_config, make_policy, real_config
+from tests.tiny import make_batch, make_policy, real_config
 from vla_finetuning.policies.families.pi05 import PI05Loss, image_tokens
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
@@ -51,17 +51,6 @@ def test_no_length_is_one_at_which_a_kernel_is_known_to_be_wrong(cameras):
             prefix = cameras * image_tokens(config) + length
             for keys in (prefix, prefix + chunk_size):
                 assert keys % 32 != 1 and keys % 128 != 64
-
-
-def test_lengths_are_few():
-    assert lengths_of(real_config(), 3) == (32, 72, 96, 128, 160, 200)
-    assert lengths_of(make_config(2), 2) == (20,)  # shorter than the shortest
-    config = real_config()
-    config.tokenizer_max_length = 1000
-    assert lengths_of(config, 3) == (160, 328, 480, 640, 800, 968, 1000)
-    # With a chunk of 25, 200 tokens of three cameras would be 993 keys.
-    config.tokenizer_max_length, config.chunk_size = 200, 25
-    assert lengths_of(config, 3)[-1] == 208
 
 
 @pytest.mark.parametrize(

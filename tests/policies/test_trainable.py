@@ -3,7 +3,6 @@
 import pytest
 import torch
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.tiny import make_batch, make_policy, real_config
 from vla_finetuning.policies.families.pi05 import PI05Loss
@@ -43,26 +42,6 @@ def test_modes_of_the_real_policy():
     paligemma = "model.paligemma_with_expert.paligemma"
     assert not state[f"{paligemma}.lm_head.weight"].requires_grad
     assert state[f"{paligemma}.model.language_model.embed_tokens.weight"].requires_grad
-
-
-def test_ddp_needs_no_search_for_unused_parameters(process_group):
-    for mode in MODES:
-        policy = make_policy(1)
-        choose_trainable(policy, mode)
-        model = DistributedDataParallel(PI05Loss(policy), find_unused_parameters=False)
-        for _ in range(3):
-            model(*make_batch(policy)).backward()
-    # The control: one parameter too many.
-    policy.model.paligemma_with_expert.paligemma.lm_head.weight.requires_grad_(True)
-    model = DistributedDataParallel(PI05Loss(policy), find_unused_parameters=False)
-    with pytest.raises(RuntimeError, match="finished reduction"):
-        for _ in range(3):
-            model(*make_batch(policy)).backward()
-
-
-def test_state_dict_has_lerobots_names():
-    policy = make_policy(1)
-    assert set(PI05Loss(policy).state_dict()) == {f"policy.{key}" for key in policy.state_dict()}
 
 
 def test_cast_frozen_keeps_what_trains_the_norms_and_the_features_of_images():

@@ -204,7 +204,6 @@ def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
         scores=[{**score, "label": _as_code(score["label"])} for score in scores if score["episodes"]],
         versions=facts["versions"],
         on_robot=_on_robot(read_json(output_dir / POLICY_DIR / robot / ROBOT_NAME)),
-        action_tokens=(output_dir / POLICY_DIR / robot / "action_tokenizer").is_dir(),
         options=json.dumps(_publishable(config), indent=2),
     )
     return str(card)
