@@ -75,7 +75,8 @@ def pytest_collection_modifyitems(items):
     """Put those together that share what is dear. Skip tests marked `gpu` where there is no CUDA device.
 
     In two processes (`make test`), one has all tests that start Ray, first those that share a cluster: two clusters at
-    once would need more memory than a laptop has. Of the rest, a file stays in one process.
+    once would need more memory than a laptop has. The other has the files with ranks, which are forked from one process
+    that has imported everything. Of the rest, a file stays in one process.
     """
 
     def shares(item):
@@ -84,10 +85,16 @@ def pytest_collection_modifyitems(items):
     def starts_ray(item):
         return shares(item) or item.get_closest_marker("ray") is not None
 
-    # The longest files come early: else one process is alone with them in the end.
-    items.sort(key=lambda item: (not starts_ray(item), not shares(item), "training" not in item.path.parts))
+    def group(item):
+        if starts_ray(item):
+            return "ray"
+        return "ranks" if hasattr(item.module, "in_ranks") else item.path.name
+
+    # The longest come early: else one process is alone with them in the end.
+    first = {"ray": 0, "ranks": 1}
+    items.sort(key=lambda item: (first.get(group(item), 2), not shares(item), "training" not in item.path.parts))
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if starts_ray(item) else item.path.name))
+        item.add_marker(pytest.mark.xdist_group(group(item)))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

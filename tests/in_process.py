@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -135,9 +136,11 @@ def alone(run, first_step=0):
 def in_ranks(function, *args, world):
     """Call `function(rank, world, *args)` in each of `world` processes of a process group; return what JSON keeps.
 
-    The processes are forked from one that has imported everything.
+    The processes are forked from one that has imported all modules that call this one.
     """
-    multiprocessing.set_forkserver_preload([__name__, function.__module__])
+    tests = [name for name in sys.modules if name.startswith("tests.")]
+    callers = [name for name in tests if hasattr(sys.modules[name], "in_ranks")]
+    multiprocessing.set_forkserver_preload([*callers, function.__module__])
     with tempfile.TemporaryDirectory() as folder:
         options = {"nprocs": world, "start_method": "forkserver"}
         torch.multiprocessing.start_processes(_rank, (world, folder, function, args), **options)

@@ -8,7 +8,7 @@ from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 import vla
 from tests import in_process
 from tests.datasets import add_subtasks, make_dataset
-from tests.in_process import Rank
+from tests.in_process import Rank, in_ranks
 from tests.tiny import make_base
 from util import full_tensor
 from vla_finetuning.data.metadata import load_metadata
@@ -112,7 +112,7 @@ def in_rank(rank, world, setting, file):
 
 
 def test_two_workers_with_unequal_tokens_equal_one(setting, whole):
-    for found in in_process.in_ranks(in_rank, setting, whole[1], world=2):
+    for found in in_ranks(in_rank, setting, whole[1], world=2):
         assert found.keys() == RUNS.keys() and max(found.values()) < 5e-6, found
 
 

@@ -16,7 +16,7 @@ from diagnostics import check_rows, show_dataset
 from tests import in_process
 from tests.data.test_metadata_v2 import as_v2
 from tests.datasets import all_rows, make_dataset
-from tests.in_process import Rank, RunRows, alone
+from tests.in_process import Rank, RunRows, alone, in_ranks
 from tests.tiny import make_base
 from tests.training.test_insulated_run import apart, written
 from util import full_tensor
@@ -241,7 +241,7 @@ def test_no_episode_without_actions_is_held_out_and_none_is_idle(setting):
 
 def test_two_workers_with_uneven_texts_equal_one(setting):
     torch.save(trained_rows(resolved(setting, "one worker", BOTH)), file := setting[0] / "one worker.pt")
-    for found in in_process.in_ranks(in_rank, setting, file, world=2):
+    for found in in_ranks(in_rank, setting, file, world=2):
         assert found < 5e-6
 
 
