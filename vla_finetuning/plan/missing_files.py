@@ -52,16 +52,6 @@ def check_files(config: Config, datasets: Datasets, chosen: ChosenEpisodes, came
     )
 
 
-def certain_cameras(config: Config, datasets: Datasets) -> list[str]:
-    """Return the cameras that are decoded for any policy; all datasets are of one robot."""
-    meta, chosen = datasets.metas[0], datasets.members[0].camera_keys
-    if chosen is not None:
-        return chosen
-    if config.policy_path:
-        return [key for key in meta.camera_keys if key in config.rename_map]
-    return [key for key in meta.camera_keys if not meta.features[key].is_depth]
-
-
 def _remedy(
     config: Config, datasets: Datasets, missing: Sequence[MissingFiles], episodes: Sequence[np.ndarray], share: float
 ) -> str:

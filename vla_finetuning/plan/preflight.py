@@ -12,7 +12,7 @@ from vla_finetuning.options.mixture import robots
 from vla_finetuning.options.programs import Config, ValueConfig
 from vla_finetuning.plan.datasets import Datasets, find_datasets
 from vla_finetuning.plan.episodes import select
-from vla_finetuning.plan.missing_files import certain_cameras, check_files
+from vla_finetuning.plan.missing_files import check_files
 from vla_finetuning.plan.paths import with_absolute_paths
 from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.run.exported import result_of, result_problem
@@ -48,7 +48,8 @@ def examine(config: JobOptions) -> Examined:
     config, datasets = find_datasets(config)
     # --dataset.skip_idle reads data files, which takes longer.
     chosen = select(replace(config, dataset=replace(config.dataset, skip_idle=None)), datasets)
-    cameras = certain_cameras(config, datasets) if len(robots(datasets.members)) < 2 else []
+    # Only the policy tells which other cameras are read.
+    cameras = [] if len(robots(datasets.members)) > 1 else datasets.members[0].camera_keys or list(config.rename_map)
     check_files(config, datasets, chosen, cameras)
     return Examined(config, datasets)
 
