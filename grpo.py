@@ -55,7 +55,7 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[GrpoRun]]) -> Non
     """Train to the end of the run and export the policy. Runs in every training process."""
     run, worker = ray.get(loop_config["run"]), RayWorker()
     if train(run, worker) and worker.rank == 0:
-        export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, {"": run.scene.drawn})
+        export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir)
 
 
 def train(run: GrpoRun, worker: Worker) -> bool:

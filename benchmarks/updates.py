@@ -206,7 +206,7 @@ class Ours(Contender):
             train=run.train,
             adapters=run.peft,
             recipe=replace(make_recipe(run, config), peak=LR, scheduler=None, cosine_shares=None),
-            robots=(Robot("", config, FeatureMatch(tuple(config.image_features), (), {}), rename_map={}),),
+            robots=(Robot("", config, FeatureMatch(tuple(config.image_features), (), {})),),
             seed=0,
             prompts=prompt_lengths(config),
             device=device,

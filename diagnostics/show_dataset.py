@@ -81,7 +81,7 @@ def show_dataset(options: argparse.Namespace) -> None:
     meta = load_metadata(root)
     if options.rename_map or options.state_features:
         state = options.state_features.split(",") if options.state_features else []
-        (meta,) = with_names([meta], options.rename_map, state, observations=True)
+        (meta,) = with_names([meta], options.rename_map, state)
     look, scores = look_at(meta, lambda *sample: run_look.look_at(*sample).problems), None
     if options.augmentation:
         look = replace(look, sheet=augmented(look.sheet, AUGMENTATIONS[options.augmentation]))

@@ -78,7 +78,7 @@ def test_the_parameters_are_plain_values_and_the_rest_follows_from_them(book):
 def test_a_policy_is_loaded_where_lerobot_puts_it(book, tmp_path, monkeypatch):
     """`meta` stands in for an accelerator: what is exported names no device, and LeRobot takes the best one."""
     folder = tmp_path / "pretrained_model"
-    save_pretrained(make_policy(2), *make_processors(None, make_config(2), STATS, {}), folder)
+    save_pretrained(make_policy(2), *make_processors(None, make_config(2), STATS), folder)
     monkeypatch.setattr("lerobot.configs.policies.auto_select_torch_device", lambda: torch.device("meta"))
     (load,) = (cell for cell in book.cells if cell.id == "load")
     names = {"output_dir": str(tmp_path), "robot": ""}

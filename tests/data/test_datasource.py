@@ -436,7 +436,7 @@ def test_datasets_that_store_numbers_of_other_widths_can_be_read_together(roots,
     features["state"] = replace(metas[1].features["observation.state"], key="state")
     renamed = replace(metas[1], features=features)
     with pytest.raises(ValueError, match='--rename_map=.{"state": "observation.state"}'):
-        check_same_features([metas[0], renamed], ["observation.state"], {})
+        check_same_features([metas[0], renamed], ["observation.state"])
 
 
 SHARES = {"all": [None], "shares": [BlockShare(0, 1, 3), BlockShare(1, 3, 3)]}

@@ -16,7 +16,7 @@ from vla_finetuning.data.reader import Decoding
 TOP, SIDE = "observation.images.top", "observation.images.side"
 LENGTHS = (12, 7, 15, 1, 10)
 ROWS = sum(LENGTHS)
-SHAPES = {TOP: (3, 2), "side": (2, 2)}
+SHAPES = {TOP: (3, 2), SIDE: (2, 2)}
 DECODING = Decoding(tolerance_s=1e-4, threads=1)
 
 
@@ -39,9 +39,8 @@ def roots(original, tmp_path):
 def opened(roots, folder, *, gb=1.0, made_by="a tower", decoding=DECODING, shapes=None, dtype=np.float32):
     metas = [load_metadata(root) for root in roots]
     disk_cache.disk_cache.cache_clear()
-    cameras = {TOP: TOP, "side": SIDE}
     shapes = shapes or SHAPES
-    return FeatureStore(FeatureCache(str(folder), gb), metas, cameras, decoding, shapes, np.dtype(dtype), made_by)
+    return FeatureStore(FeatureCache(str(folder), gb), metas, decoding, shapes, np.dtype(dtype), made_by)
 
 
 def features_of(camera, dataset, index):
@@ -75,7 +74,7 @@ def test_every_frame_has_its_own(roots, tmp_path):
         for camera in SHAPES:
             found, known = again.read(camera, dataset, index)
             assert known.all()
-            lacks = (dataset == 1) & (camera == "side")  # that dataset has no such camera
+            lacks = (dataset == 1) & (camera == SIDE)  # that dataset has no such camera
             np.testing.assert_array_equal(found[~lacks], features_of(camera, dataset, index)[~lacks])
             assert not found[lacks].any()
     assert here(again, *rows).all()

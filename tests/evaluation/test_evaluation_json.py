@@ -251,8 +251,7 @@ def robots_run(tmp_path_factory):
     run = resolve(config, gpus_found=0, datasets=datasets)
     trained = perturb(run.policy.start(), 0.2)
     for robot in run.robots:
-        own = run.policy.select_robot(robot.by_own_names())
-        pipelines, config, _ = in_own_names(own)
+        pipelines, config, _ = in_own_names(run.policy.select_robot(robot))
         save_pretrained(trained, *pipelines, exported(run, robot.name), config)
     return run
 

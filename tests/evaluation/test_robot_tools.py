@@ -21,6 +21,7 @@ from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.robot_tools import compare_tools, describe_tools
 from vla_finetuning.policies.loading import load_policy, load_policy_config
+from vla_finetuning.policies.own_names import pipeline_with_names
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
@@ -41,8 +42,9 @@ def folder(tmp_path_factory):
     theirs = load_metadata(make_dataset(folder / "theirs", episodes=(6,), cameras=renamed, state_dim=3, action_dim=3))
     base = make_base(folder / "theirs_base", theirs, chunk_size=CHUNK, **TINY)
     config = load_policy_config(base)
-    processors = make_processors(base, config, meta.stats, {TOP: BASE, WRIST: LEFT})
-    save_pretrained(load_policy(base, config), *processors, folder / "base")
+    before, after = make_processors(base, config, meta.stats)
+    before = pipeline_with_names(before, {}, {TOP: BASE, WRIST: LEFT})
+    save_pretrained(load_policy(base, config), before, after, folder / "base")
     return folder
 
 

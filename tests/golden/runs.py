@@ -158,7 +158,7 @@ class Golden:
         run = test_learning.resolved(base, output, **changes)
         torch.manual_seed(0)
         test_learning.train_as(run)
-        export(run.policy, exported_checkpoint(run.job, best=False), output, run.scene.drawn)
+        export(run.policy, exported_checkpoint(run.job, best=False), output)
 
     def vla_ray(self, output: Path) -> None:
         """Two workers by way of Ray, then a second process that goes on from the checkpoint; what it predicts."""
@@ -188,7 +188,7 @@ def train(
         save(output / "trained.safetensors", optimizer.named())
         save(output / "average.safetensors", optimizer.named_average())
         if not of_value:
-            export(run.policy, exported_checkpoint(run.job, best=False), output, run.drawn)
+            export(run.policy, exported_checkpoint(run.job, best=False), output)
 
 
 def program(name: str, output: Path, options: dict[str, Any]) -> None:

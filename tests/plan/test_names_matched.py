@@ -8,11 +8,12 @@ from lerobot.utils.constants import OBS_PREFIX
 from tests import in_process
 from tests.datasets import make_dataset
 from tests.in_process import resolved
-from vla_finetuning.data.metadata import load_metadata, rename_features
+from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.plan.mixture import check_same_features, unify_names
+from vla_finetuning.plan.mixture import check_same_features
+from vla_finetuning.plan.names import with_names
 from vla_finetuning.policies.augment import lerobot_step
 from vla_finetuning.policies.lora import add_adapters
 
@@ -107,7 +108,7 @@ def test_names_of_features_that_no_member_of_a_mixture_has_are_refused(setting):
         given = in_process.flags(setting_of_mixture, **flags, **more)
         return in_process.resolve(parse_args([flag for flag in given if not flag.startswith("--dataset.root")]), 0)
 
-    assert plan().robots[0].match.dataset_keys
+    assert plan().robots[0].match.keys
     with pytest.raises(ValueError, match='--rename_map has "observation.images.frnt".*did you mean'):
         plan(rename_map='{"observation.images.frnt": "observation.images.top"}')
     with pytest.raises(ValueError, match="--dataset.state_features joints: the datasets' features are"):
@@ -117,20 +118,15 @@ def test_names_of_features_that_no_member_of_a_mixture_has_are_refused(setting):
 def test_a_camera_is_never_taken_for_another_one_of_a_mixture(setting):
     """A member's rename map decides, not that another dataset has a camera of the same name."""
     meta = load_metadata(setting[1])
-    a, b = (rename_features(meta, {TOP: name}) for name in ("front", "overhead"))
-    a, b = (rename_features(m, {name: f"{OBS_PREFIX}{name}"}) for m, name in ((a, "front"), (b, "overhead")))
-    front, overhead, base, other = (f"{OBS_PREFIX}{name}" for name in ("front", "overhead", "base", "other"))
-    _, found = unify_names([a, a], [{front: base}, {front: other}])
-    assert other in found.features and front not in found.features
-    with pytest.raises(ValueError, match="second lacks .*front'.*; give equal ones equal names"):  # no flag renames it
-        check_same_features([a, found], [front], {front: base})
-    _, found = unify_names([a, b], [{front: base}, {overhead: base}])
-    assert front in found.features and overhead not in found.features
-    unused = rename_features(b, {WRIST: front})  # has the name that the first dataset gives its base
-    for names, left in (({overhead: base}, set()), ({overhead: base, front: other}, {other})):
-        _, found = unify_names([a, unused], [{front: base}, names])
-        assert found.video_files[front] == unused.video_files[overhead]
-        assert found.features.keys() - a.features.keys() == left
+    base, other = (f"{OBS_PREFIX}{name}" for name in ("base", "other"))
+    a, b = with_names([meta, meta], {}, own_maps=[{TOP: base}, {TOP: other}])
+    with pytest.raises(ValueError, match="second lacks .*base'.*; give equal ones equal names"):  # no flag renames it
+        check_same_features([a, b], [base])
+    a, b = with_names([meta, meta], {TOP: base}, own_maps=[{}, {TOP: other, WRIST: base}])
+    assert (a.features[base].key, b.features[base].key) == (TOP, WRIST)
+    assert b.video_files[base] == meta.video_files[WRIST] and b.video_files[other] == meta.video_files[TOP]
+    with pytest.raises(ValueError, match=rf"{WRIST}'.* would all be called '{WRIST}'"):
+        with_names([meta], {TOP: WRIST})
 
 
 def test_transforms_that_change_nothing_are_refused(setting):

@@ -57,8 +57,8 @@ def policy_images(run, rows):
     (batch,) = source.read_rows(rows, len(rows))
     (camera,) = run.rows.camera_keys
     assert batch[camera].shape[1:] == source.example()[camera].shape[1:]
-    pre, _ = make_processors(run.policy.folder, run.policy.config, run.robots[0].stats, {})
-    prepared = Prepare(pre, run.rows.camera_keys, {}, run.policy.config)(batch)
+    pre, _ = make_processors(run.policy.folder, run.policy.config, run.robots[0].stats)
+    prepared = Prepare(pre, run.rows.camera_keys, run.policy.config)(batch)
     inputs = {k: torch.from_numpy(v.copy()) for k, v in prepared.items()}
     family_of(run.policy.config).check_batch(inputs, run.policy.config)
     policy = load_policy(run.policy.folder, run.policy.config)
@@ -303,10 +303,11 @@ def test_datasets_whose_features_have_other_names(setting, second, other_names):
     for other, flags in ((second, []), (other_names, [f"--rename_map={json.dumps(suggested)}"])):
         run = plan(setting, mixture_flag({root: 1, other: 2}), "--dataset.statistics=stored", *flags, root=False)
         source = run.rows.source(stream=(0, run.rows.last_row))
-        pre, _ = make_processors(run.policy.folder, run.policy.config, run.robots[0].stats, run.config.rename_map)
-        prepare = Prepare(pre, run.rows.camera_keys, run.config.rename_map, run.policy.config)
+        pre, _ = make_processors(run.policy.folder, run.policy.config, run.robots[0].stats)
+        prepare = Prepare(pre, run.rows.camera_keys, run.policy.config)
         rows.append(prepare(next(iter(source.read_rows(range(20), 20)))))
         assert run.rows.camera_keys == ("observation.images.top",)
+        assert not run.robots[0].rename_map  # an export has the first dataset's names
     assert rows[0].keys() == rows[1].keys() and set(rows[0]["dataset_index"]) == {0, 1}
     for key, values in rows[0].items():
         np.testing.assert_array_equal(rows[1][key], values, err_msg=key)

@@ -31,16 +31,15 @@ from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.mixture import members, read_mixture
 from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.plan.matching import _with_policy_names, policy_data
+from vla_finetuning.plan.matching import _without_unmatched, policy_data
 from vla_finetuning.plan.record import record_run
 from vla_finetuning.plan.resolve import resolve, with_stats
-from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base
 from vla_finetuning.run import push
 from vla_finetuning.run.folder import attempts
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
-from vla_finetuning.training.export import export, exported_checkpoint
+from vla_finetuning.training.export import export, exported_checkpoint, in_own_names
 from vla_finetuning.training.feed import Collate, drop_absent_cameras
 from vla_finetuning.training.held_out import HeldOutLoss
 from vla_finetuning.training.model import build_model, make_prepare
@@ -196,8 +195,9 @@ def test_actions_relative_to_the_state_are_each_robots(folder, tmp_path):
         scaled = 2 * (relative - stats["q01"]) / (stats["q99"] - stats["q01"]) - 1
         np.testing.assert_allclose(prepared["action"], scaled, rtol=1e-3, atol=1e-3)
 
-        spec = run.policy.select_robot(run.robots[number].by_own_names())
-        save_pretrained(spec.start(), *spec.processors(), tmp_path / name)
+        spec = run.policy.select_robot(run.robots[number])
+        pipelines, exported, _ = in_own_names(spec)
+        save_pretrained(spec.start(), *pipelines, tmp_path / name, exported)
         saved = PreTrainedConfig.from_pretrained(tmp_path / name, cli_overrides=["--device=cpu"])
         pre, post = make_pre_post_processors(saved, pretrained_path=str(tmp_path / name))
         batch = {key: torch.from_numpy(chosen[key]) for key in ("action", "observation.state")}
@@ -232,7 +232,7 @@ def test_the_plan_and_the_report_count_a_strides_time(folder, tmp_path):
     record_run(run.job, run.policy, "", {}, run.rows)
     facts = json.loads((tmp_path / "run.json").read_text())
     assert facts["robots"][""]["actions_per_s"] == 10 and facts["datasets"][0]["fps"] == 20
-    assert robot_facts(run)[""].items() >= {"fps": 10, "frames_per_action": 2}.items()
+    assert run.robots[0].files["robot.json"].items() >= {"fps": 10, "frames_per_action": 2}.items()
 
 
 @pytest.mark.parametrize("statistics", ["exact", "lerobot"])
@@ -313,7 +313,7 @@ def test_other_types_see_rows_as_alone_and_are_exported_for_each_robot(of_one_si
             torch.testing.assert_close(together[mine], apart, rtol=2e-5, atol=2e-6)
 
         in_process.train(run, worker=in_process.alone(run), make_checkpoints=CheckpointWriter)
-        export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, run.drawn)
+        export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir)
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert all(lines[-1]["loss_by_robot"][name] > 0 for name in ("arm", "gantry"))
         for name, state, action, cameras in (("arm", 6, 5, [TOP]), ("gantry", 4, 3, [TOP, WRIST])):
@@ -332,8 +332,8 @@ def test_the_notebook_shows_one_of_the_robots(folder, tmp_path, capsys):
     flags = ("--dataset.eval_split=0.3", "--dataset.robot_in_prompt=true", f"--output_dir={tmp_path}")
     run = with_stats(mixed(folder, *flags))
     for robot in run.policy.robots:
-        own = run.policy.select_robot(robot.by_own_names())
-        save_pretrained(run.policy.start(), *own.processors(), tmp_path / "pretrained_model" / robot.name, own.config)
+        pipelines, config, _ = in_own_names(run.policy.select_robot(robot))
+        save_pretrained(run.policy.start(), *pipelines, tmp_path / "pretrained_model" / robot.name, config)
     evaluate_run(run, frames=4)
     cells = {cell.id: cell.source for cell in nbformat.read(ROOT / "README.ipynb", as_version=4).cells}
     shown = []
@@ -485,8 +485,8 @@ def test_a_column_of_texts_that_is_called_an_observation_stays(folder):
     meta = load_metadata(folder / "arm")
     text = replace(meta.features["observation.state"], key="text", dtype="string", shape=(1,), names=None)
     meta = replace(meta, features={**meta.features, "observation.subtask": text})
-    found = _with_policy_names(meta, [TOP], {TOP: BASE}).features
-    assert "observation.subtask" in found and BASE in found and "observation.state" not in found
+    found = _without_unmatched(meta, [TOP]).features
+    assert "observation.subtask" in found and TOP in found and "observation.state" not in found
 
 
 def test_datasets_of_one_robot_have_one_choice_of_cameras(folder):
@@ -498,7 +498,7 @@ def test_datasets_of_one_robot_have_one_choice_of_cameras(folder):
         mixed(folder, mixture={"members": [gantry, {**other, "camera_keys": [TOP]}]})
     both = [{**one, "camera_keys": [TOP]} for one in (gantry, other)]
     run = mixed(folder, "--dataset.missing_cameras=mask", mixture={"members": both})
-    assert run.rows.camera_keys == (TOP,)
+    assert run.rows.camera_keys == (BASE,) and run.robots[0].own_names[BASE] == TOP
 
 
 def test_a_policy_that_leaves_out_last_frames_is_told_how_many_at_another_rate(folder):

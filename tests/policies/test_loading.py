@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.memory import takes_at_most
-from tests.tiny import ACTION_DIM, STATE_DIM, act_config, make_batch, make_config, make_policy
+from tests.tiny import ACTION_DIM, STATE_DIM, make_batch, make_policy
 from vla_finetuning.policies import saving
 from vla_finetuning.policies.loading import (
     fetch_pretrained,
@@ -59,7 +59,7 @@ def saved(original, tmp_path_factory):
     """A pretrained folder, written by LeRobot."""
     folder = tmp_path_factory.mktemp("policy") / "base"
     original.save_pretrained(folder)
-    for pipeline, name in zip(make_processors(None, original.config, STATS, {}), ("pre", "post"), strict=True):
+    for pipeline, name in zip(make_processors(None, original.config, STATS), ("pre", "post"), strict=True):
         pipeline.save_pretrained(folder, config_filename=f"policy_{name}processor.json")
     return folder
 
@@ -249,7 +249,7 @@ def test_random_weights_are_not_drawn_before_loading(saved, monkeypatch):
 
 
 def export(policy, saved, target):
-    save_pretrained(policy, *make_processors(saved, policy.config, STATS, {}), target)
+    save_pretrained(policy, *make_processors(saved, policy.config, STATS), target)
     return target
 
 
@@ -280,7 +280,7 @@ assert not {{"vla_finetuning", "loading", "processors", "pi05"}} & set(sys.modul
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert "All keys loaded successfully" in ran.stdout
-    preprocessor, postprocessor = make_processors(saved, original.config, STATS, {})
+    preprocessor, postprocessor = make_processors(saved, original.config, STATS)
     torch.manual_seed(0)
     chunk = original.predict_action_chunk(preprocessor({**observation, "task": ["go to the red bin"]}))
     torch.testing.assert_close(
@@ -347,23 +347,6 @@ def test_an_export_replaces_the_last_one_or_nothing(original, saved, tmp_path, m
     export(original, saved, target)
     assert not (target / "old").exists()
     assert [entry.name for entry in tmp_path.iterdir()] == ["policy"]
-
-
-def test_other_policies_are_saved_by_lerobots_rules(tmp_path):
-    from lerobot.policies.act.modeling_act import ACTPolicy
-
-    config = act_config(make_config(1).input_features, chunk_size=4, n_action_steps=4)
-    policy = ACTPolicy(config)
-    moments = {"mean": np.zeros((3, 1, 1)), "std": np.ones((3, 1, 1))}
-    vector = {name: np.ones(STATE_DIM) for name in ("mean", "std")}
-    statistics = {
-        "observation.images.0": moments,
-        OBS_STATE: vector,
-        ACTION: {name: value[:ACTION_DIM] for name, value in vector.items()},
-    }
-    save_pretrained(policy, *make_processors(None, config, statistics, {}), tmp_path / "act")
-    assert_same_weights(load(tmp_path / "act"), policy)
-    assert_same_weights(ACTPolicy.from_pretrained(tmp_path / "act"), policy)
 
 
 def test_a_configuration_is_read_as_lerobot_reads_it_and_leaves_no_file(tmp_path, monkeypatch):
@@ -448,5 +431,5 @@ def test_json_that_is_nested_deep_and_pipes_are_refused(folder, name, kind):
     message = "nested too deep" if kind == "deep" else "is not a regular file|no model.safetensors"
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         config = load_policy_config(folder)
-        make_processors(folder, config, STATS, {})
+        make_processors(folder, config, STATS)
         read_weights(folder)

@@ -18,7 +18,6 @@ from tests.tiny import make_batch, make_policy, reference
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.lora import add_adapters
 from vla_finetuning.policies.saving import save_adapters
@@ -114,8 +113,9 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
     saved(folder, tensors, replace(run.job.start, step=run.job.steps))
     assert load_file(folder / "trainable.safetensors").keys() == trained.named().keys()
 
-    drawn = {"": {"render": "egl"}}
-    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, drawn, robot_facts(run))
+    files = {"environment.json": {"drawn": {"render": "egl"}}, **run.robots[0].files}
+    spec = run.policy.select_robot(replace(run.robots[0], files=files))
+    export(spec, exported_checkpoint(run.job, False), run.job.output_dir)
     outputs = {}
     meta = LeRobotDatasetMetadata("local/test", root=setting[1])
     for name in ("pretrained_model", "adapter"):

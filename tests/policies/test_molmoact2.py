@@ -48,8 +48,8 @@ def test_a_gripper_stays_as_it_is_from_a_folder_too(config, tmp_path):
         | {TOP: torch.from_numpy(images).movedim(-1, 1) / 255, "task": tasks}
     )
     for folder in (None, tmp_path):
-        preprocessor, _ = make_processors(folder, ours, stats, {})
-        prepare = Prepare(preprocessor, [TOP], {}, ours, texts=True)
+        preprocessor, _ = make_processors(folder, ours, stats)
+        prepare = Prepare(preprocessor, [TOP], ours, texts=True)
         prepared = prepare({**rows, TOP: images, "task": np.array(tasks, object)})
         made = DeviceHalf(preprocessor, ours)(with_texts({k: torch.from_numpy(v) for k, v in prepared.items()}))
         for key in (ACTION, OBS_STATE, "input_ids", "attention_mask", "labels", "pixel_values", "action_dim_is_pad"):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import pickle
 import shutil
 import warnings
@@ -19,7 +18,7 @@ from lerobot.configs import NormalizationMode, PreTrainedConfig
 from lerobot.datasets import LeRobotDataset, LeRobotDatasetMetadata
 from lerobot.lerobot_types import TransitionKey
 from lerobot.policies.factory import make_pre_post_processors
-from lerobot.processor import ProcessorStep, RenameObservationsProcessorStep
+from lerobot.processor import ProcessorStep
 from lerobot.processor.tokenizer_processor import TokenizerProcessorStep
 from transformers import AutoTokenizer
 
@@ -95,15 +94,15 @@ INDICES = [0, 8, 16, 4, 13]  # the last frames of episodes among them
 # --- what reaches the policy ------------------------------------------------------------------------------
 
 
-def split(case, preprocessor, columns, rename_map=None):
-    prepare = Prepare(preprocessor, case.meta.camera_keys, rename_map or {}, case.config)
+def split(case, preprocessor, columns):
+    prepare = Prepare(preprocessor, case.meta.camera_keys, case.config)
     prepared = prepare(columns)
     tensors = {key: torch.from_numpy(value) for key, value in prepared.items()}
     return prepared, DeviceHalf(preprocessor, case.config)(tensors)
 
 
 def test_what_the_policy_gets_is_lerobots_to_the_bit(case):
-    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
+    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats)
     columns = case.rows(INDICES) | {"observation.force": np.zeros((len(INDICES), 2), np.float32)}
     prepared, found = split(case, preprocessor, columns)
     expected = case.lerobots_batch(INDICES, preprocessor)
@@ -121,7 +120,7 @@ def test_what_the_policy_gets_is_lerobots_to_the_bit(case):
 
 def test_whole_numbers_are_normalised_as_floats(case):
     """LeRobot's normaliser casts its statistics to int64 for them, and a deviation of 0.49 is 0."""
-    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
+    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats)
     columns = case.rows(INDICES)
     of_ticks = {key: columns[key].round() for key in ("observation.state", "action")}
     expected, _ = split(case, preprocessor, {**columns, **of_ticks})
@@ -132,19 +131,6 @@ def test_whole_numbers_are_normalised_as_floats(case):
         np.testing.assert_array_equal(found[key], values, err_msg=key)
 
 
-def test_renamed_cameras(case):
-    renamed = {TOP: "observation.images.base", WRIST: "observation.images.hand"}
-    config = PreTrainedConfig.from_pretrained(case.folder, cli_overrides=["--device=cpu"])
-    config.input_features = {renamed.get(key, key): feature for key, feature in config.input_features.items()}
-    preprocessor, _ = make_processors(case.folder, config, case.meta.stats, renamed)
-    columns = case.rows(INDICES)
-    _, found = split(replace(case, config=config), preprocessor, columns, renamed)
-    expected = case.lerobots_batch(INDICES, preprocessor)
-    assert TOP not in found and WRIST not in found
-    for key in (*renamed.values(), "observation.state", "action", TOKENS):
-        assert_equal(found[key], expected[key])
-
-
 @pytest.mark.parametrize("mode", ["MEAN_STD", "QUANTILE10"])
 def test_normalised_images_are_lerobots_to_the_bit(case, mode):
     config = PreTrainedConfig.from_pretrained(case.folder, cli_overrides=["--device=cpu"])
@@ -152,7 +138,7 @@ def test_normalised_images_are_lerobots_to_the_bit(case, mode):
     stats = {key: dict(value) for key, value in case.meta.stats.items()}
     stats[WRIST]["q90"] = stats[WRIST]["q90"].copy()
     stats[WRIST]["q90"][1] = stats[WRIST]["q10"][1]  # a channel without contrast
-    preprocessor, _ = make_processors(case.folder, config, stats, {})
+    preprocessor, _ = make_processors(case.folder, config, stats)
     _, found = split(replace(case, config=config), preprocessor, case.rows(INDICES))
     expected = case.lerobots_batch(INDICES, preprocessor)
     for key in (TOP, WRIST, "action", TOKENS):
@@ -175,8 +161,8 @@ def test_every_byte_value_converts_as_lerobots(case, device):
 
 @pytest.fixture(scope="module")
 def prepare(case):
-    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
-    return Prepare(preprocessor, case.meta.camera_keys, {}, case.config)
+    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats)
+    return Prepare(preprocessor, case.meta.camera_keys, case.config)
 
 
 def test_blocks_are_independent_and_may_be_read_only(case, prepare):
@@ -234,21 +220,21 @@ class MeanOfImage(ProcessorStep):
 
 
 def test_a_pipeline_that_needs_images_is_refused(case):
-    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
+    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats)
     preprocessor.steps = [MeanOfImage(), *preprocessor.steps]
     with pytest.raises(ValueError, match=r"returns another 'observation.state'.*MeanOfImage"):
-        Prepare(preprocessor, case.meta.camera_keys, {}, case.config)
+        Prepare(preprocessor, case.meta.camera_keys, case.config)
 
 
 # --- pickling into tasks ----------------------------------------------------------------------------------
 
 
 def test_nothing_of_a_block_travels_along(case):
-    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
-    fresh = Prepare(preprocessor, case.meta.camera_keys, {}, case.config)
+    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats)
+    fresh = Prepare(preprocessor, case.meta.camera_keys, case.config)
     columns = {key: np.repeat(column, 100, axis=0) for key, column in case.rows(INDICES).items()}
     preprocessor({key: torch.from_numpy(v) if key != "task" else list(v) for key, v in columns.items()})
-    used = Prepare(preprocessor, case.meta.camera_keys, {}, case.config)
+    used = Prepare(preprocessor, case.meta.camera_keys, case.config)
     assert all(step._current_transition is None for step in pickle.loads(pickle.dumps(used))._pipeline.steps)
     rows = sum(column.nbytes for key, column in columns.items() if column.dtype.kind == "f")
     assert abs(len(pickle.dumps(used)) - len(pickle.dumps(fresh))) < rows
@@ -271,11 +257,8 @@ def test_as_lerobot_train_makes_them(case):
         },
         postprocessor_overrides={"unnormalizer_processor": {"features": case.config.output_features, **shared}},
     )
-    renamed = {"observation.images.x": TOP}
-    step, *_ = make_processors(None, case.config, case.meta.stats, renamed)[0].steps
-    assert isinstance(step, RenameObservationsProcessorStep) and step.rename_map == renamed
     for folder in (case.folder, str(case.folder), None):
-        found, found_post = make_processors(folder, case.config, case.meta.stats, {})
+        found, found_post = make_processors(folder, case.config, case.meta.stats)
         assert found.get_config() == expected.get_config()
         assert found_post.get_config() == expected_post.get_config()
         for key, state in expected.state_dict().items():
@@ -287,35 +270,6 @@ def test_required_stats_follow_the_normalisation_mode(case):
     config = PreTrainedConfig.from_pretrained(case.folder, cli_overrides=["--device=cpu"])
     config.normalization_mapping = {"VISUAL": "IDENTITY", "STATE": "MIN_MAX", "ACTION": "QUANTILES"}
     assert required_stats(config, features) == {"observation.state": {"min", "max"}, "action": {"q01", "q99"}}
-
-
-def test_missing_statistics(case):
-    stats = {key: dict(value) for key, value in case.meta.stats.items()}
-    del stats["action"]["q99"]
-    with pytest.raises(ValueError, match=r"'action' is to be normalised by QUANTILES.*lack \['q99'\].*compute them"):
-        make_processors(case.folder, case.config, stats, {})
-    del stats["observation.state"]
-    with pytest.raises(ValueError, match=r"'observation.state' .* lack \['q01', 'q99'\] \(found \[\]\)"):
-        make_processors(case.folder, case.config, stats, {})
-    # Statistics are looked up after renaming, as the normaliser does.
-    stats = {**case.meta.stats, "observation.joints": case.meta.stats["observation.state"]}
-    del stats["observation.state"]
-    make_processors(case.folder, case.config, stats, {"observation.joints": "observation.state"})
-
-
-def test_bad_statistics(case, caplog):
-    stats = {key: {k: np.array(v) for k, v in value.items()} for key, value in case.meta.stats.items()}
-    stats["action"]["q01"] = np.array([0.0, np.nan, 0.0])
-    with pytest.raises(ValueError, match="'q01' of 'action' is not finite"):
-        make_processors(case.folder, case.config, stats, {})
-    stats["action"]["q01"] = np.zeros(2)
-    with pytest.raises(ValueError, match=r"'q01' of 'action' has shape \(2,\), not \(3,\)"):
-        make_processors(case.folder, case.config, stats, {})
-    stats["action"]["q01"] = stats["action"]["q99"].copy()
-    stats["action"]["q01"][:2] -= 1
-    with caplog.at_level(logging.WARNING):
-        make_processors(case.folder, case.config, stats, {})
-    assert "'action': q01 and q99 are equal in the dimensions [2]" in caplog.text
 
 
 def copy_with(case, tmp_path, change):
@@ -333,7 +287,7 @@ def test_a_pipeline_that_names_python_code_is_refused(case, tmp_path):
     step = {"class": "os.makedirs", "config": {"name": str(victim)}}
     folder = copy_with(case, tmp_path, lambda steps: steps.insert(0, step))
     with pytest.raises(ValueError, match="registered by name.*refused"):
-        make_processors(folder, case.config, case.meta.stats, {})
+        make_processors(folder, case.config, case.meta.stats)
     assert not victim.exists()
     # What is refused is real: LeRobot calls it.
     with contextlib.suppress(Exception):
@@ -350,7 +304,7 @@ def test_a_tokenizer_that_brings_its_own_code_is_refused(case, tmp_path, monkeyp
     (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps(description))
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # what somebody in a hurry answers
     with pytest.raises(ValueError, match="only be loaded by code that comes with it, which is not run"):
-        make_processors(folder, case.config, case.meta.stats, {})
+        make_processors(folder, case.config, case.meta.stats)
     assert not victim.exists()
     with contextlib.suppress(Exception), remote_code(trusted=True):
         AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -363,12 +317,12 @@ def test_a_pipeline_without_a_normaliser_or_a_second_file_is_refused(case, tmp_p
 
     folder = copy_with(case, tmp_path, drop)
     with pytest.raises(ValueError, match="cannot be built.*normalizer_processor"):
-        make_processors(folder, case.config, case.meta.stats, {})
+        make_processors(folder, case.config, case.meta.stats)
     (folder / "policy_postprocessor.json").unlink()
     with pytest.raises(
         FileNotFoundError, match=r"has no policy_postprocessor.json.*both.*migrate_policy_normalization"
     ):
-        make_processors(folder, case.config, case.meta.stats, {})
+        make_processors(folder, case.config, case.meta.stats)
 
 
 def test_processors_that_name_the_device_of_their_training_load_anywhere(case, tmp_path):
@@ -398,23 +352,23 @@ def test_the_gated_tokenizer_is_explained(case, monkeypatch):
     config.input_features, config.output_features = case.config.input_features, case.config.output_features
     message = "policy: model google/paligemma-3b-pt-224: gated.*HF_TOKEN.*or put its files into.*tokenizer/"
     with pytest.raises(ValueError, match=message):
-        make_processors(None, config, case.meta.stats, {})
+        make_processors(None, config, case.meta.stats)
     assert asked == ["google/paligemma-3b-pt-224"]
     monkeypatch.undo()
     with pytest.raises(OSError, match="tokenizer of the 'pi05' policy: .*the Hub cannot be reached.*or put its files"):
-        make_processors(None, config, case.meta.stats, {})
+        make_processors(None, config, case.meta.stats)
 
 
 def test_a_tokenizer_named_on_the_hub_is_saved_beside_and_read_from_there(case, tmp_path):
     """As in LeRobot's own PI0.5: the step knows its tokenizer by name only."""
     make_tokenizer(["go"]).save_pretrained(tmp_path / "hub")
-    preprocessor, postprocessor = make_processors(case.folder, case.config, case.meta.stats, {})
+    preprocessor, postprocessor = make_processors(case.folder, case.config, case.meta.stats)
     step = TokenizerProcessorStep(tokenizer_name=str(tmp_path / "hub"), max_length=16)
     preprocessor.steps = [step if isinstance(old, TokenizerProcessorStep) else old for old in preprocessor.steps]
     folder = tmp_path / "policy"
     save_pretrained(TinyPI05Policy(case.config), preprocessor, postprocessor, folder)
     shutil.rmtree(tmp_path / "hub")
-    again, _ = make_processors(folder, case.config, case.meta.stats, {})
+    again, _ = make_processors(folder, case.config, case.meta.stats)
     expected = step._tokenize_text(["go 7"])["input_ids"].tolist()
     for pipeline in (again, load_processors(folder, case.config)[0]):
         found = next(step for step in pipeline.steps if isinstance(step, TokenizerProcessorStep))
@@ -430,7 +384,7 @@ def test_a_tokenizer_named_on_the_hub_is_saved_beside_and_read_from_there(case, 
 
 def test_prompts_are_as_long_as_the_option_says(case):
     config = replace(case.config, tokenizer_max_length=case.config.tokenizer_max_length + 32)
-    preprocessor, _ = make_processors(case.folder, config, case.meta.stats, {})
+    preprocessor, _ = make_processors(case.folder, config, case.meta.stats)
     prepared, _ = split(case, preprocessor, case.rows(INDICES))
     assert prepared[TOKENS].shape[1] == config.tokenizer_max_length
 
@@ -470,7 +424,7 @@ def test_a_tokenizer_that_takes_forever_or_all_memory(tmp_path, monkeypatch, cas
         changes = {"post_processor": template | {"pair": [whole, {"Sequence": {"id": "B", "type_id": 1}}]}}
     written_tokenizer(folder / "tokenizer", **changes)
     with pytest.raises(ValueError, match="tokenizer.json: .* takes more than 1 s of CPU time or 1 GiB"):
-        make_processors(folder, case.config, case.meta.stats, {})
+        make_processors(folder, case.config, case.meta.stats)
 
 
 class Words:

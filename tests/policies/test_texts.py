@@ -77,7 +77,7 @@ def test_lerobot_loads_what_is_exported_and_is_told_different_things(dataset, tm
         run = resolved(dataset, kind, tmp_path, steps=1, rename_map=json.dumps({"observation.images.top": camera}))
         assert list(run.policy.config.image_features) == [camera]
         trained = in_process.train(run, worker=in_process.alone(run), make_checkpoints=CheckpointWriter).named()
-        export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, {})
+        export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir)
         folder = run.job.output_dir / "pretrained_model"
         policy = get_policy_class(kind).from_pretrained(folder)
         loaded = policy.state_dict()

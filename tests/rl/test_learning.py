@@ -246,7 +246,7 @@ def test_instructions_that_begin_with_a_robot_do_so_here_too(base, tmp_path):
     with mock.patch.object(Player, "prepare", heard):
         train(run)
     assert set(said) == {"arm: "}
-    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, {"": run.scene.drawn})
+    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir)
     exported = json.loads((run.job.output_dir / "pretrained_model" / "robot.json").read_text())
     assert exported["instructions_begin_with"] == "arm: "
     with pytest.raises(ValueError, match="--grpo.demonstrations: instructions of policy .* begin with 'arm: '"):
@@ -373,7 +373,7 @@ def test_ppo_compares_each_decision_with_its_critic(base, tmp_path):
     assert lines[1]["explained_variance"] == pytest.approx(0, abs=1e-6) and lines[-1]["value_loss"] > 0
     critic = [name for name in whole if ".critic." in name or name.startswith("critic.")]
     assert critic and lines[1]["ratio_off"] > 0
-    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, {})
+    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir)
     exported = load_file(run.job.output_dir / "pretrained_model" / "model.safetensors")
     assert not [name for name in exported if "critic" in name]
     learned = [name for name in exported if name in whole]

@@ -158,7 +158,7 @@ def test_an_export_is_pushed_whole(tmp_path):
     """With the tokenizer's files, whatever of them transformers writes, and how its simulator's pictures were drawn."""
     policy, config = make_policy(2), make_config(2)
     folder = tmp_path / "pretrained_model"
-    save_pretrained(policy, *make_processors(None, config, STATS, {}), folder)
+    save_pretrained(policy, *make_processors(None, config, STATS), folder)
     vocabulary = {"<pad>": 0, "pick": 1}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)), pad_token="<pad>")
     tokenizer.chat_template = "{{ messages }}"
@@ -174,7 +174,7 @@ def test_an_export_is_pushed_whole(tmp_path):
 def test_the_cards_lines_load_the_policy_where_lerobot_puts_it(finished, monkeypatch):
     """`meta` stands in for an accelerator: what is exported names no device, and LeRobot takes the best one."""
     folder = finished / "pretrained_model"
-    save_pretrained(make_policy(2), *make_processors(None, make_config(2), STATS, {}), folder)
+    save_pretrained(make_policy(2), *make_processors(None, make_config(2), STATS), folder)
     code = push.model_card(finished, str(folder)).split("```python\n")[1].split("```")[0]
     monkeypatch.setattr("lerobot.configs.policies.auto_select_torch_device", lambda: torch.device("meta"))
     names = {}

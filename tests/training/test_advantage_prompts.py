@@ -12,7 +12,6 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.labels import show_labels, write_labels
-from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 from vla_finetuning.training.model import make_prepare
@@ -74,7 +73,7 @@ def test_an_advantage_that_was_recorded_is_not_said_twice(tmp_path):
     ]
     np.testing.assert_array_equal(*tokens)
     assert "not read: the advantage that 2 of 3 tasks end with, as 'go to the red bin, Advantage" in describe(run)
-    (facts,) = robot_facts(run).values()
+    facts = run.robots[0].files["robot.json"]
     assert facts["instructions"] == sorted(TEXTS) and facts["instructions_end_with"] == ADVANTAGE[True]
     (meta,) = unlabelled.rows.metas  # without labels of its own, a run trains on the texts as they are
     assert set(meta.tasks.values()) == set(recorded) and "not read" not in describe(unlabelled)

@@ -342,7 +342,7 @@ def test_all_that_a_step_changes_is_saved_resumed_and_exported(dataset):
         for name, value in {**again.named(), **again.state()}.items():
             assert torch.equal(value, everything[name]), name
 
-    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, {})
+    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir)
     loaded = VQBeTPolicy.from_pretrained(run.job.output_dir / "pretrained_model").state_dict()
     assert loaded.keys() == policy.state_dict().keys()
     assert max(relative(loaded, policy.state_dict()).values()) <= 1e-6

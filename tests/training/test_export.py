@@ -20,10 +20,9 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import resolve
-from vla_finetuning.plan.robot_facts import robot_facts
+from vla_finetuning.plan.robot_facts import learned_files
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.saving import save_pretrained
-from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint, exported_config, policy_at
 
@@ -81,7 +80,7 @@ def trained(folder, *flags, mode="full"):
 
 def exported(run):
     in_process.train(run, worker=in_process.alone(run), make_checkpoints=CheckpointWriter)
-    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, {}, robot_facts(run))
+    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir)
     return run.job.output_dir / "pretrained_model"
 
 
@@ -152,7 +151,7 @@ def test_an_export_describes_what_was_trained(folder, tmp_path):
     assert again.policy.start().config.output_features["action"].shape == (26,)
 
 
-def test_a_policy_that_was_trained_with_given_actions_says_so(folder, tmp_path, monkeypatch):
+def test_a_policy_that_was_trained_with_given_actions_says_so(folder, tmp_path):
     data = f"--dataset.root={folder / 'humanoid'}"
     run = trained(folder, data, "--policy.rtc_training_max_delay=2", f"--output_dir={tmp_path / 'run'}")
     assert "the first 0 to 2 actions of a chunk are given" in describe(run)
@@ -162,13 +161,12 @@ def test_a_policy_that_was_trained_with_given_actions_says_so(folder, tmp_path, 
     edit(where / "robot.json", lambda facts: facts | {"instructions_end_with": ", Advantage: positive"})
     again = trained(folder, data, f"--policy.path={where}", "--output_dir=x")
     assert again.policy.config.rtc_training_max_delay == 2
-    # As GRPO exports it, on another node than the driver's.
-    monkeypatch.setattr(PolicySpec, "folder_here", lambda spec: where)
-    (robot,) = again.policy.robots
-    robot = replace(robot, config=copy.deepcopy(robot.config), rename_map={"observation.images.front": TOP})
-    robot.config.n_action_steps = 2
-    elsewhere = replace(again.policy.select_robot(robot), folder=tmp_path / "on_the_driver")
-    export(elsewhere, exported_checkpoint(run.job, best=False), tmp_path / "grpo", {})
+    # As GRPO exports it.
+    own_names, config = {TOP: "observation.images.front"}, copy.deepcopy(again.policy.config)
+    config.n_action_steps = 2
+    files = learned_files(where, config, own_names, {})
+    robot = replace(again.robots[0], config=config, own_names=own_names, files=files)
+    export(again.policy.select_robot(robot), exported_checkpoint(run.job, best=False), tmp_path / "grpo")
     facts = json.loads((tmp_path / "grpo" / "pretrained_model" / "robot.json").read_text())
     assert facts["rtc_training_max_delay"] == 2
     assert (facts["n_action_steps"], facts["instructions_end_with"]) == (2, "")
@@ -177,7 +175,7 @@ def test_a_policy_that_was_trained_with_given_actions_says_so(folder, tmp_path, 
     cameras = {name for name, feature in config["input_features"].items() if feature["type"] == "VISUAL"}
     assert facts["cameras"].keys() == cameras == {"observation.images.front", WRIST}
     off = trained(folder, data, f"--policy.path={where}", "--policy.rtc_training_max_delay=0", "--output_dir=x")
-    assert "rtc_training_max_delay" not in robot_facts(off)[""] and "are given" not in describe(off)
+    assert "rtc_training_max_delay" not in off.robots[0].files["robot.json"] and "are given" not in describe(off)
 
     # LeRobot's own real-time chunking guides it, as any.
     policy = get_policy_class("tiny_pi05").from_pretrained(where)
@@ -282,7 +280,9 @@ def test_an_export_has_the_robots_names(folder, renamed, tmp_path):
     seen = [{key: torch.rand(1, *shapes[key]["shape"]) for key in (*cameras, "observation.state")} for _ in range(3)]
     seen = [{**frame, "task": ["go to the red bin"]} for frame in seen]
     actions = select_actions(policy, *plain, seen)
-    torch.testing.assert_close(actions, select_actions(reference, *processors, seen), rtol=0, atol=0)
+    (names,) = (robot.rename_map for robot in run.robots)
+    theirs = [{names.get(key, key): value for key, value in frame.items()} for frame in seen]
+    torch.testing.assert_close(actions, select_actions(reference, *processors, theirs), rtol=0, atol=0)
 
     again = trained(folder, renamed[1], f"--policy.path={where}", "--output_dir=x")
     assert again.policy.config.input_features == policy.config.input_features and not again.robots[0].rename_map

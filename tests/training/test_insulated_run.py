@@ -13,7 +13,6 @@ from tests.tiny import make_base
 from util import full_tensor
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.action_tokens import ActionTokenizer
 from vla_finetuning.policies.families.insulation import ADAPTED, TOKENS, TOKENS_MASK, InsulatedPI05
 from vla_finetuning.policies.family import Chunks
@@ -148,7 +147,7 @@ def test_prompts_of_every_second_row_say_the_subtask_and_the_others_are_to_write
     assert "(--train.mode full, insulated, writes subtask)" in describe(run)
     assert "not read" not in describe(run) and "not read: subtask" in describe(silent)
     longest = max(run.policy.prompts)
-    assert robot_facts(run)[""]["writes"] == "subtask" and "writes" not in robot_facts(silent)[""]
+    assert [robot.files["robot.json"].get("writes") for robot in (run.robots[0], silent.robots[0])] == ["subtask", None]
     assert run.policy.flops_by_prompt[longest] > silent.policy.flops_by_prompt[longest]
     prepare = make_prepare(run.policy, run.rows)
     (rows,) = run.rows.in_stored_order().read_rows(range(6), 6)
@@ -201,7 +200,7 @@ def family_from(setting, policy, tokenizer):
 def test_a_policy_is_exported_with_its_tokenizer_and_later_runs_use_it(setting):
     run = resolved(setting, "exported", steps=1)
     in_process.train(run, worker=in_process.alone(run), make_checkpoints=CheckpointWriter)
-    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, {}, robot_facts(run))
+    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir)
     folder = run.job.output_dir / "pretrained_model"
 
     tokenizer = ActionTokenizer.load(setting[0] / "tokenizer")

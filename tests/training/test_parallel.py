@@ -584,7 +584,7 @@ def test_the_average_is_that_of_the_weights_of_every_step(found, strategy):
 
 
 def export_of(run):
-    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, run.drawn)
+    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir)
 
 
 def test_the_export_is_what_the_last_checkpoint_holds(found):

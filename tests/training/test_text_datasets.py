@@ -26,7 +26,6 @@ from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.look import look_at_rows
 from vla_finetuning.plan.resolve import resolve, with_stats
-from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.action_tokens import ActionTokenizer
 from vla_finetuning.policies.attention import Choice
 from vla_finetuning.policies.families.insulation import TOKENS_MASK
@@ -162,7 +161,7 @@ def test_rows_with_actions_are_those_of_a_run_without_texts(setting):
     assert columns.keys() - expected.keys() == {ROBOT, TOP + IS_PRESENT, WRIST + IS_PRESENT}
     for key, values in expected.items():
         np.testing.assert_array_equal(columns[key][acting], values, err_msg=key)
-    assert robot_facts(run)[""] == robot_facts(single)[""]
+    assert run.robots[0].files == single.robots[0].files
 
 
 def test_videos_of_the_same_robot_say_its_state(setting):

@@ -35,7 +35,6 @@ class FeatureStore:
     up to rounding.
 
     Args:
-        cameras: by camera, its name in the datasets that have it.
         shapes: by camera, the shape of a frame's features.
         made_by: identifier of the computation: weights, precision, libraries.
     """
@@ -44,15 +43,14 @@ class FeatureStore:
         self,
         cache: FeatureCache,
         metas: Sequence[DatasetMetadata],
-        cameras: Mapping[str, str],
         decoding: Decoding,
         shapes: Mapping[str, tuple[int, ...]],
         dtype: np.dtype,
         made_by: str,
     ):
         self._cache = cache.open()
-        self._metas = [for_read_tasks(meta, set(cameras.values())) for meta in metas]
-        self._cameras, self._decoding, self._made_by = dict(cameras), decoding, made_by
+        self._metas = [for_read_tasks(meta, set(shapes)) for meta in metas]
+        self._decoding, self._made_by = decoding, made_by
         self.shapes, self.dtype = dict(shapes), dtype
         self._contents: dict[tuple[str, int, int], tuple[str, str, str] | None] = {}
 
@@ -64,7 +62,7 @@ class FeatureStore:
         features = np.empty((len(index), *self.shapes[camera]), self.dtype)
         present = np.zeros(len(index), bool)
         for dataset in np.unique(dataset_index).tolist():
-            if self._cameras[camera] not in self._metas[dataset].features:
+            if camera not in self._metas[dataset].features:
                 features[dataset_index == dataset], present[dataset_index == dataset] = 0, True
         for path, rows, keys in self._records(camera, dataset_index, index):
             present[rows] = self._cache.read_records(path, keys, [features[row] for row in rows])
@@ -81,7 +79,7 @@ class FeatureStore:
     ) -> Iterator[tuple[Path, list[int], list[Key]]]:
         """Yield the records of each episode: file, positions of its rows in `index`, keys."""
         for dataset in np.unique(dataset_index).tolist():
-            if self._cameras[camera] not in self._metas[dataset].features:
+            if camera not in self._metas[dataset].features:
                 continue
             rows = np.flatnonzero(dataset_index == dataset)
             start = self._metas[dataset].episode_start
@@ -98,15 +96,15 @@ class FeatureStore:
         """Return the arguments of `DiskCache.content` for an episode; None if a file's content has no identity."""
         place = camera, dataset, episode
         if place not in self._contents:
-            meta, key = self._metas[dataset], self._cameras[camera]
+            meta = self._metas[dataset]
             files = [meta.data_files[meta.episode_data_file[episode]]]
             numbers = [meta.episode_start[episode], meta.episode_length[episode], meta.episode_data_row[episode]]
-            if key in meta.episode_video_file:
-                files.append(meta.video_files[key][meta.episode_video_file[key][episode]])
-                numbers.append(meta.episode_video_start_s[key][episode])
+            if camera in meta.episode_video_file:
+                files.append(meta.video_files[camera][meta.episode_video_file[camera][episode]])
+                numbers.append(meta.episode_video_start_s[camera][episode])
             paths = [meta.path(file) for file in files]
             identities = [file_identity(meta.fs, path) for path in paths]
-            frames, file = frame_cache_key(meta, key, "\0".join(paths), self._decoding)
+            frames, file = frame_cache_key(meta, camera, "\0".join(paths), self._decoding)
             computation = f"{frames}\0{self._made_by}\0{self.shapes[camera]}\0{self.dtype}"
             identity = "\0".join(map(str, [*identities, *(number.item() for number in numbers)]))
             # Hashes save memory: there is one entry per episode and camera.

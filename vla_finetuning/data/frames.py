@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,10 +15,9 @@ from vla_finetuning.data.relative_actions import ACTION, STATE
 MAX_TASKS = 8
 
 
-def movement_keys(meta: DatasetMetadata, rename_map: Mapping[str, str] | None = None) -> list[str]:
-    """Return the dataset's names of state and action, the features that show movement."""
-    names = {key: (rename_map or {}).get(key, key) for key in meta.features}
-    return [k for k, f in meta.features.items() if names[k] in (STATE, ACTION) and f.dtype in NUMERIC_DTYPES]
+def movement_keys(meta: DatasetMetadata) -> list[str]:
+    """Return the names of those of state and action that the dataset has: the features that show movement."""
+    return [key for key, f in meta.features.items() if key in (STATE, ACTION) and f.dtype in NUMERIC_DTYPES]
 
 
 def frame_ranges_of(

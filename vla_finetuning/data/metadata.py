@@ -157,7 +157,7 @@ def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetM
     for name in names.values():
         same = [key for key in meta.features if names.get(key, key) == name]
         if len(same) > 1:
-            raise ValueError(f"dataset {meta.root}: {same} would all be called {name!r}")
+            raise ValueError(f"dataset {meta.root}: {same} would all be called {name!r}: rename the others too")
     # Statistics under a new name without a feature are left over from an earlier conversion.
     stats = {key: values for key, values in meta.stats.items() if key in meta.features or key not in names.values()}
     meta = replace(meta, stats=stats)

@@ -61,8 +61,8 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
     }
     if policy.folder is not None:
         untrained = copy.deepcopy(policy.config)
-        processors = policy.processors(untrained)
-        sources["untrained"] = PolicySource(policy.folder, untrained, processors=processors, **options)
+        options |= {"processors": policy.processors(untrained), "rename_map": policy.robots[0].rename_map}
+        sources["untrained"] = PolicySource(policy.folder, untrained, **options)
         conditions["untrained"] = Condition("untrained")
     makers, names = task_makers(env), [name for name in LABELS if name in conditions]
     episodes = episode_list(names, makers, SCENES, FIRST_SEED)

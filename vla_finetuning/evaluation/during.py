@@ -70,9 +70,8 @@ class Evaluator:
         self._makers = task_makers(self._env)
         self._robot = 0
         if run.policy.mixes_robots:
-            robots = [robot.by_own_names() for robot in run.robots]
-            shown = robot_shown(self._env, {robot.name: (robot.config, robot.rename_map) for robot in robots})
-            self._robot = [robot.name for robot in robots].index(shown)
+            shown = robot_shown(self._env, {robot.name: (robot.config, robot.rename_map) for robot in run.robots})
+            self._robot = [robot.name for robot in run.robots].index(shown)
         self._run = run = self._select_robot(run)
         (robot,) = run.robots
         for number in robot.datasets:
@@ -109,8 +108,8 @@ class Evaluator:
             self._training.clear()
 
     def _select_robot(self, run: Run) -> Run:
-        """Return the run with the policy of the environment's robot, under the robot's own feature names."""
-        return replace(run, policy=run.policy.select_robot(run.robots[self._robot].by_own_names()))
+        """Return the run with the policy of the environment's robot."""
+        return replace(run, policy=run.policy.select_robot(run.robots[self._robot]))
 
     def close(self) -> None:
         """Stop the evaluations; a resumed run finishes them."""
@@ -215,6 +214,7 @@ class Evaluator:
             checkpoint,
             config,
             env=self._env,
+            rename_map=run.robots[0].rename_map,
             processors=run.policy.processors(config),
             device="cuda" if run.job.use_gpu else "cpu",
             trusted=run.policy.trusted,

@@ -25,7 +25,7 @@ from vla_finetuning.options.mixture import Member, members
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.recap import without_label
 from vla_finetuning.options.train import TEXT_FLAGS
-from vla_finetuning.plan.names import check_camera_keys, check_known_names, proposed_names, with_names
+from vla_finetuning.plan.names import chosen_cameras, proposed_names, with_names
 from vla_finetuning.plan.paths import absolute, with_absolute_paths
 
 
@@ -75,7 +75,7 @@ def find_datasets(config: Config) -> tuple[Config, Datasets]:
     listed, metas = _sort_actions_first(config, listed, load_datasets(config, listed))
     for meta, member in zip(metas, listed, strict=True):
         if not meta.without_actions:  # datasets of images and text may have fewer cameras
-            check_camera_keys(meta, member.camera_keys)
+            chosen_cameras(meta, member.camera_keys)
     if config.recap.labels is not None:
         metas = tuple(map(without_labels, metas))
     source = config.dataset.episode_weights
@@ -101,10 +101,9 @@ def listed_members(d: DatasetOptions, roots: Sequence[str]) -> tuple[Member, ...
 
 
 def load_datasets(config: Config, listed: Sequence[Member]) -> tuple[DatasetMetadata, ...]:
-    """Read the metadata of datasets and rename their features by --rename_map.
+    """Read the metadata of datasets and rename their features by --rename_map and the maps of a mixture.
 
-    Observations keep their names: as in lerobot-train, the policy's processors rename them. A dataset that has texts
-    and nothing that could be an action is `without_actions`.
+    A dataset that has texts and nothing that could be an action is `without_actions`.
     """
     metas = [
         _add_absent_action(
@@ -113,20 +112,8 @@ def load_datasets(config: Config, listed: Sequence[Member]) -> tuple[DatasetMeta
         )
         for member in listed
     ]
-    state = config.dataset.state_features or ()
-    if not any(member.rename_map for member in listed):
-        return with_names(metas, config.rename_map, state)
-    check_known_names(metas, config.rename_map, state)
-    renamed: list[DatasetMetadata] = []
-    for meta, member in zip(metas, listed, strict=True):
-        renames = member.rename_map
-        shared = {key: name for key, name in config.rename_map.items() if key in meta.features and key not in renames}
-        state_keys = state if any(key in meta.features for key in state) else ()
-        try:
-            renamed += with_names([meta], {**shared, **renames}, state_keys)
-        except ValueError as error:
-            raise ValueError(f"--dataset.mixture, {meta.root}: {error}") from error
-    return tuple(renamed)
+    own_maps = [member.rename_map for member in listed]
+    return with_names(metas, config.rename_map, config.dataset.state_features or (), own_maps)
 
 
 def _add_absent_action(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> DatasetMetadata:

@@ -83,7 +83,7 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
             feature = meta.features[key]
             used = "" if key in rows.camera_keys else "  (not used)"
             depth = "depth " if feature.is_depth else ""
-            lines.append(f"             camera {key} {_size(feature.shape)} {depth}{feature.dtype}{used}")
+            lines.append(f"             camera {feature.key} {_size(feature.shape)} {depth}{feature.dtype}{used}")
         texts = [key for key, feature in meta.features.items() if feature.dtype in ("string", "language")]
         texts = [key for key in texts if key not in (rows.features.columns or ())]
         lines += [f"             not read: {line}" for line in (*([", ".join(texts)] if texts else []), *meta.not_read)]
@@ -122,7 +122,7 @@ def _features(run: Run) -> list[str]:
             f"Features     {robot.name or 'dataset'} -> policy",
             *(f"             {line}" for line in robot.match.table()),
         ]
-        if names_line := describe_names(robot.config, robot.by_own_names().rename_map):
+        if names_line := describe_names(robot.config, robot.rename_map):
             lines.append(f"             {names_line}")
     if not run.policy.mixes_robots:
         return lines
@@ -201,7 +201,7 @@ def _cached_features(config: Config, policy: PolicySpec, rows: Rows) -> list[str
     if config.train.feature_cache is None:
         return []
     bf16 = config.planned_in_bf16
-    sizes = list(family_of(policy.config).feature_bytes(policy.config, rows.cameras, bf16).values())
+    sizes = list(family_of(policy.config).feature_bytes(policy.config, rows.camera_keys, bf16).values())
     size = rows.distinct_frames * sum(sizes)
     fits = size <= cache_gb(FRAME_CACHE_GB) * 1e9 and has_capacity(Path(config.train.feature_cache), size)
     lines = config.train.describe_feature_cache(

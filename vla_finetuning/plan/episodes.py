@@ -8,7 +8,6 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 
@@ -45,9 +44,7 @@ class ChosenEpisodes:
         return max(1, round(sum(ranges.rows for ranges in self.frames)))
 
 
-def select(
-    config: Config, datasets: Datasets, dropped: int = 0, rename_map: Mapping[str, str] = MappingProxyType({})
-) -> ChosenEpisodes:
+def select(config: Config, datasets: Datasets, dropped: int = 0) -> ChosenEpisodes:
     """Choose the training and the held-out episodes. --dataset.skip_idle reads the training episodes' numeric columns.
 
     Rows leave out the last `dropped` frames of each training episode.
@@ -69,7 +66,7 @@ def select(
     seconds, weights, skip = config.dataset.skip_idle, datasets.weights, config.dataset.on_error == "skip"
     frames, described = [], []
     for meta, chosen, weight in zip(metas, train, weights or [None] * len(metas), strict=True):
-        keys = movement_keys(meta, rename_map)
+        keys = movement_keys(meta)
         min_idle_s = None if meta.without_actions else seconds  # without actions nothing moves
         ranges = frame_ranges_of(
             meta, chosen, dropped=dropped, keys=keys, skip_idle=min_idle_s, weight=weight, skip_unreadable=skip

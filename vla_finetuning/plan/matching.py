@@ -1,14 +1,14 @@
 """Match the datasets of a run with its policy, for one robot or several.
 
 Datasets of one robot are treated as one dataset: equal feature names, dimensions in one order, one rate, joint
-statistics. Different robots each have their own, and share the policy's names: a row has the cameras of all robots and
-vectors of the widest robot's length (`data.options.Features.padded`).
+statistics. Different robots each have their own: a row has the cameras of all robots and vectors of the widest robot's
+length (`data.options.Features.padded`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from lerobot.utils.constants import ACTION, OBS_PREFIX
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.dataset import absent_vector
-from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, rename_features, without_features
+from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, without_features
 from vla_finetuning.data.options import Features, Selection
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.options.mixture import Member
@@ -29,12 +29,10 @@ from vla_finetuning.plan.images import check_images
 from vla_finetuning.plan.mixture import (
     check_dimension_map,
     check_same_features,
-    renames_of_first,
     reorder_by_names,
-    unify_names,
     unify_order,
 )
-from vla_finetuning.plan.names import observation_renames
+from vla_finetuning.plan.names import chosen_cameras, own_names
 from vla_finetuning.plan.statistics import relative_actions
 from vla_finetuning.policies.matching import FeatureMatch, FeatureRow, match_features
 from vla_finetuning.policies.processors import normalization_mode
@@ -50,9 +48,9 @@ class Matched:
     """The result of `match_datasets`.
 
     Attributes:
-        metas: datasets with their robot's feature names and order; with the policy's names if there are several
-            robots. Datasets without actions have empty vectors for features that they lack.
-        match: mapping of the features of all datasets, by their names in `metas`.
+        metas: datasets with the policy's feature names and their robot's order of dimensions. Datasets without actions
+            have empty vectors for features that they lack.
+        match: match of the features of all datasets.
         robots: at least one, without statistics.
         window_steps: as in `data.options.Features`.
     """
@@ -63,55 +61,46 @@ class Matched:
     robots: tuple[Robot, ...]
     window_steps: tuple[int, ...] | None = None
 
-    @property
-    def rename_map(self) -> dict[str, str]:
-        """Return the map from names in `metas` to the policy's, which is the same for all robots."""
-        return self.robots[0].rename_map
-
 
 @dataclass(frozen=True)
 class RobotDatasets:
-    """The datasets of one robot, with the first dataset's feature names and the mixture's order of dimensions.
+    """The datasets of one robot, in the mixture's order of dimensions.
 
     Attributes:
         robot: name of the robot; None if the options name none.
         numbers: indices of its datasets in the run.
-        rename_map: observation names of any of the datasets -> the policy's names.
-        camera_keys: chosen cameras; None for all.
+        excluded: cameras of the first dataset that are not chosen.
     """
 
     robot: str | None
     numbers: tuple[int, ...]
     metas: tuple[DatasetMetadata, ...]
-    rename_map: dict[str, str]
-    camera_keys: list[str] | None
+    excluded: tuple[str, ...]
 
     @property
     def features(self) -> dict[str, Feature]:
         """Return the first dataset's features, without depth cameras and cameras that are not chosen."""
-        meta, chosen = self.metas[0], self.camera_keys
-        dropped = set() if chosen is None else set(meta.camera_keys) - set(chosen)
-        return {key: feature for key, feature in meta.features.items() if key not in dropped and not feature.is_depth}
+        features = self.metas[0].features.items()
+        return {key: feature for key, feature in features if key not in self.excluded and not feature.is_depth}
 
 
-def by_robot(config: Config, datasets: Datasets) -> Iterator[RobotDatasets]:
+def by_robot(datasets: Datasets) -> Iterator[RobotDatasets]:
     """Yield the datasets with actions of each robot, in the order of each robot's first dataset.
 
     Raises:
-        ValueError: datasets of one robot choose different cameras, an order does not list the dimensions of a feature,
-            or two features get one name.
+        ValueError: datasets of one robot choose different cameras, or an order does not list the dimensions of a
+            feature.
     """
     for robot in dict.fromkeys(member.robot for member in datasets.members):
         numbers = tuple(number for number, member in enumerate(datasets.members) if member.robot == robot)
         metas, members = [datasets.metas[n] for n in numbers], [datasets.members[n] for n in numbers]
-        maps = [observation_renames({**config.rename_map, **member.rename_map}) for member in members]
-        _check_camera_choice(metas, members, maps)
+        chosen = _chosen_cameras(metas, members)
         ordered = (
             reorder_by_names(meta, member.orders()) if member.orders() else meta
-            for meta, member in zip(unify_names(metas, maps), members, strict=True)
+            for meta, member in zip(metas, members, strict=True)
         )
-        rename_map = {key: name for names in reversed(maps) for key, name in names.items()}
-        yield RobotDatasets(robot, numbers, tuple(ordered), rename_map, members[0].camera_keys)
+        excluded = tuple(key for key in metas[0].camera_keys if key not in chosen)
+        yield RobotDatasets(robot, numbers, tuple(ordered), excluded)
 
 
 def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
@@ -121,12 +110,9 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
         ValueError: datasets, rates or robots do not match each other or the policy.
     """
     if len((with_actions := datasets.with_actions).metas) < len(datasets.metas):
-        action_features = {key for meta in with_actions.metas for key in meta.features}
-        text_features = {key for meta in datasets.metas for key in meta.features} - action_features
-        names = {key: name for key, name in config.rename_map.items() if key not in text_features}
-        return _add_texts(config, datasets, match_datasets(replace(config, rename_map=names), with_actions, base))
+        return _add_texts(config, datasets, match_datasets(config, with_actions, base))
     steps = [window_step(meta, member.fps) for meta, member in zip(datasets.metas, datasets.members, strict=True)]
-    groups = list(by_robot(config, datasets))
+    groups = list(by_robot(datasets))
     if config.dataset.dimension_map:
         check_dimension_map([group.metas for group in groups], config.dataset.dimension_map)
     for group in groups if config.dataset.mixture else ():
@@ -141,7 +127,7 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
             )
         metas, match = _match_robot(config, group, base.config, base.name)
         check_images(config, base.config)
-        robot = Robot("", base.config, match, group.rename_map, datasets=group.numbers)
+        robot = Robot("", base.config, match, own_names(metas[0]), datasets=group.numbers)
         return Matched(metas, base.config, match, (robot,), tuple(steps) if set(steps) != {1} else None)
     _check_policy(base)
     with_masked_cameras = replace(config, dataset=replace(config.dataset, missing_cameras="mask"))
@@ -149,16 +135,14 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
     for group in sorted(groups, key=lambda group: str(group.robot)):
         name, fitted = str(group.robot), copy.deepcopy(base.config)
         try:
-            renamed_metas, match = _match_robot(with_masked_cameras, group, fitted, base.name)
+            metas, match = _match_robot(with_masked_cameras, group, fitted, base.name)
         except ValueError as error:
             raise ValueError(f"robot {name}: {error}") from error
         fitted.input_features = {key: value for key, value in fitted.input_features.items() if key in match.shapes}
-        used = {key: name for key, name in group.rename_map.items() if key in match.dataset_keys}
-        dataset_names = {name: key for key, name in used.items()}
         opening = f"{name}: " if config.dataset.robot_in_prompt else ""
-        robots.append(Robot(name, fitted, match, {}, dataset_names, group.numbers, opening=opening))
-        for number, meta in zip(group.numbers, renamed_metas, strict=True):
-            policy_metas[number] = _with_policy_names(meta, match.dataset_keys, used)
+        robots.append(Robot(name, fitted, match, own_names(metas[0]), group.numbers, opening=opening))
+        for number, meta in zip(group.numbers, metas, strict=True):
+            policy_metas[number] = _without_unmatched(meta, match.keys)
     match = _join_robots(config, base, robots, policy_metas)
     check_images(config, base.config)
     return Matched(tuple(policy_metas), base.config, match, tuple(robots), tuple(steps))
@@ -176,19 +160,19 @@ def _match_robot(
         match = match_features(
             policy_config,
             group.features,
-            renames_of_first(group.metas, group.rename_map),
+            own_names(meta),
             missing_cameras=config.dataset.missing_cameras,
             fps=meta.fps,
-            excluded=sorted(set(meta.camera_keys) - set(group.camera_keys or meta.camera_keys)),
+            excluded=group.excluded,
         )
     except ValueError as error:
         not_read = f" (not read of the dataset: {'; '.join(meta.not_read)})" if meta.not_read else ""
         raise ValueError(f"dataset {meta.root} and {policy_name}: {error}{not_read}") from error
-    check_same_features(group.metas, match.dataset_keys, group.rename_map)
-    metas = unify_order(group.metas, match.dataset_keys, config.dataset.dimension_map)
+    check_same_features(group.metas, match.keys)
+    metas = unify_order(group.metas, match.keys, config.dataset.dimension_map)
     relative = relative_actions(policy_config)
     for meta in metas:
-        if relative is not None and any(meta.features[key].order is not None for key in match.dataset_keys):
+        if relative is not None and any(meta.features[key].order is not None for key in match.keys):
             raise ValueError(
                 f"dataset {meta.root}: its dimensions are in another order than the first dataset's, in which "
                 "statistics of relative actions cannot be joined: convert it to that order, or train with absolute "
@@ -197,19 +181,17 @@ def _match_robot(
     return metas, match
 
 
-def _check_camera_choice(metas: Metas, members: Sequence[Member], maps: Sequence[Mapping[str, str]]) -> None:
-
-    def policy_names(keys: Iterable[str], names: Mapping[str, str]) -> set[str]:
-        return {names.get(key, key) for key in keys}
-
-    first = policy_names(metas[0].camera_keys if members[0].camera_keys is None else members[0].camera_keys, maps[0])
-    for meta, member, names in zip(metas, members, maps, strict=True):
-        if member.camera_keys is not None and policy_names(member.camera_keys, names) != first:
+def _chosen_cameras(metas: Metas, members: Sequence[Member]) -> list[str]:
+    """Return the cameras to read of a robot's datasets; refuse different choices."""
+    first = chosen_cameras(metas[0], members[0].camera_keys)
+    for meta, member in zip(metas, members, strict=True):
+        if member.camera_keys is not None and set(chosen_cameras(meta, member.camera_keys)) != set(first):
             raise ValueError(
                 f"dataset {meta.root}: camera_keys {sorted(member.camera_keys)}, where {metas[0].root} is read with "
                 f"{sorted(first)}: datasets of one robot have the same cameras; give all the same camera_keys, or name "
                 "another robot"
             )
+    return first
 
 
 def window_step(meta: DatasetMetadata, fps: int | None) -> int:
@@ -243,44 +225,42 @@ def _add_texts(config: Config, datasets: Datasets, matched: Matched) -> Matched:
     Raises:
         ValueError: a dataset without actions has no camera of the others.
     """
-    action_count, rename_map = len(matched.metas), matched.rename_map
-    cameras, keys = matched.match.camera_keys, matched.match.dataset_keys
-    row_names = {rename_map.get(key, key): key for key in keys}
+    action_count = len(matched.metas)
+    cameras, keys = matched.match.camera_keys, matched.match.keys
     metas, robots = list(matched.metas), list(matched.robots)
+    dataset_names = [own_names(meta) for meta in metas]
     for number in range(action_count, len(datasets.metas)):
         meta, member = datasets.metas[number], datasets.members[number]
-        renames = observation_renames({**config.rename_map, **member.rename_map})
-        names = {key: row_names[name] for key in meta.features if (name := renames.get(key, key)) in row_names}
-        used = {
-            key: name
-            for key, name in names.items()
-            if name in cameras and (member.camera_keys is None or {key, name} & {*member.camera_keys})
-        }
+        used = [
+            key
+            for key in meta.camera_keys
+            if key in cameras
+            and (
+                member.camera_keys is None
+                or {meta.features[key].key, *(names.get(key, key) for names in dataset_names)} & {*member.camera_keys}
+            )
+        ]
         if not used:
-            policy_names = [name for name, key in row_names.items() if key in cameras]
+            camera_names = [meta.features[key].key for key in meta.camera_keys]
             raise ValueError(
-                f"dataset {meta.root}: none of its cameras {meta.camera_keys} is called as one of the datasets with "
-                f"actions, {policy_names}: its rename_map in the mixture, or --rename_map, gives it that name"
+                f"dataset {meta.root}: none of its cameras {camera_names} is called as one of the datasets with "
+                f"actions, {list(cameras)}: its rename_map in the mixture, or --rename_map, gives it that name"
             )
         same_robot = [n for n, other in enumerate(datasets.members[:action_count]) if other.robot == member.robot]
         stand_in = same_robot[0] if same_robot else 0
         owner = next(n for n, robot in enumerate(robots) if stand_in in robot.datasets)
         features = metas[stand_in].features
         vectors = {key: features[key].shape for key in keys if key in features and key not in cameras and key != ACTION}
-        row_vectors = {key: name for key, name in names.items() if meta.features[key].shape == vectors.get(name)}
-        has_state = bool(same_robot) and set(row_vectors.values()) == vectors.keys()
-        used |= row_vectors if has_state else {}
-        renamed = _with_policy_names(without_features(meta, [ACTION]), used, used)
-        missing = [key for key in keys if key not in cameras and key not in renamed.features]
+        row_vectors = [key for key, feature in meta.features.items() if feature.shape == vectors.get(key)]
+        has_state = bool(same_robot) and set(row_vectors) == vectors.keys()
+        meta = _without_unmatched(without_features(meta, [ACTION]), [*used, *(row_vectors if has_state else ())])
+        missing = [key for key in keys if key not in cameras and key not in meta.features]
         dtypes = {key: feature.dtype for other in metas[:action_count] for key, feature in other.features.items()}
-        renamed = replace(
-            renamed, features={**renamed.features, **{key: absent_vector(key, dtypes[key]) for key in missing}}
-        )
+        meta = replace(meta, features={**meta.features, **{key: absent_vector(key, dtypes[key]) for key in missing}})
         if has_state:
-            _, renamed = unify_order([metas[stand_in], renamed], [*vectors, ACTION], config.dataset.dimension_map)
-        metas.append(renamed)
-        present_cameras = frozenset(rename_map.get(key, key) for key in cameras if key in renamed.features)
-        text = TextDataset(number, present_cameras, has_state, robots[owner].opening if same_robot else "")
+            _, meta = unify_order([metas[stand_in], meta], [*vectors, ACTION], config.dataset.dimension_map)
+        metas.append(meta)
+        text = TextDataset(number, frozenset(used), has_state, robots[owner].opening if same_robot else "")
         robots[owner] = replace(robots[owner], texts=(*robots[owner].texts, text))
     steps = (*(matched.window_steps or (1,) * action_count), *(1,) * (len(metas) - action_count))
     return replace(matched, metas=tuple(metas), robots=tuple(robots), window_steps=steps)
@@ -300,14 +280,14 @@ def _check_policy(base: Base) -> None:
         raise ValueError(f"{base.name}: images are normalised by statistics of one robot; train without that")
 
 
-def _with_policy_names(meta: DatasetMetadata, keys: Iterable[str], rename_map: Mapping[str, str]) -> DatasetMetadata:
-    """Rename the features `keys` to the policy's names, and drop all other observations but texts."""
+def _without_unmatched(meta: DatasetMetadata, keys: Iterable[str]) -> DatasetMetadata:
+    """Drop all observations but texts and the features `keys`."""
     other = {
         key
         for key, feature in meta.features.items()
         if key not in (*keys, *meta.text_keys) and (key.startswith(OBS_PREFIX) or feature.dtype in CAMERA_DTYPES)
     }
-    return rename_features(without_features(meta, other), rename_map)
+    return without_features(meta, other)
 
 
 @dataclass(frozen=True)
@@ -324,19 +304,12 @@ def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]
 
     The first dataset of each robot decides. `chosen` are the episodes that are used of each dataset.
 
-    Raises:
-        ValueError: an unknown camera, other names of dimensions, or two features with one name.
+    Raises ValueError as `by_robot`.
     """
     features: dict[str, Feature] = {}
-    for group in by_robot(config, datasets.with_actions):
-        names = renames_of_first(group.metas, group.rename_map)
-        by_name: dict[str, str] = {}
+    for group in by_robot(datasets.with_actions):
         for key, feature in group.features.items():
-            name = names.get(key, key)
-            if (other := by_name.setdefault(name, key)) != key:
-                root = group.metas[0].root
-                raise ValueError(f"--rename_map: dataset {root}: {other!r} and {key!r} would both be {name!r}")
-            features[name] = max(features.get(name, feature), feature, key=lambda candidate: candidate.shape)
+            features[key] = max(features.get(key, feature), feature, key=lambda candidate: candidate.shape)
     tasks = {
         f"{member.robot}: {task}" if config.dataset.robot_in_prompt else task
         for member, meta, episodes in zip(datasets.members, datasets.metas, chosen, strict=True)
@@ -394,7 +367,7 @@ def _join_robots(config: Config, base: Base, robots: Sequence[Robot], metas: Met
     deltas = {}
     for robot in robots:
         first = metas[robot.datasets[0]]
-        for name, seconds in robot.row_match.delta_timestamps.items():
+        for name, seconds in robot.match.delta_timestamps.items():
             if name in matched:  # offsets are in frames of the first dataset
                 deltas[name] = [round(second * first.fps) / metas[0].fps for second in seconds]
     return FeatureMatch(tuple(key for key in base.config.image_features if key not in masked), rows, deltas)

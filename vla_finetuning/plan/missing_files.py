@@ -11,6 +11,7 @@ from vla_finetuning.data.dataset_files import MissingFiles, find_missing_files
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.datasets import Datasets
 from vla_finetuning.plan.episodes import ChosenEpisodes, exclusion
+from vla_finetuning.plan.names import own_names
 
 # Most characters of a flag that a user would paste.
 _MAX_FLAG = 2_000
@@ -63,7 +64,9 @@ def _remedy(
         )
         if data or not intact:
             return "use another dataset: every episode needs such files"
-        return f"choose cameras whose files are there: --dataset.camera_keys={shlex.quote(','.join(intact))}"
+        names = own_names(metas[0])
+        cameras = shlex.quote(",".join(names.get(key, key) for key in intact))
+        return f"choose cameras whose files are there: --dataset.camera_keys={cameras}"
     incomplete = {number: files.episodes.tolist() for number, files in enumerate(missing) if files}
     flag = exclusion(config, datasets.members, incomplete)
     if len(flag) > _MAX_FLAG:

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import numpy as np
 from lerobot.datasets.compute_stats import aggregate_stats
-from lerobot.utils.constants import OBS_PREFIX
 
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
@@ -21,12 +20,11 @@ from vla_finetuning.data.metadata import (
     DatasetMetadata,
     Feature,
     dimension_names,
-    rename_features,
     reorder_dimensions,
-    without_features,
 )
 from vla_finetuning.data.rows import row_kind
 from vla_finetuning.options.fields import did_you_mean
+from vla_finetuning.plan.names import own_names
 
 Stats = dict[str, dict[str, np.ndarray]]
 # Statistics that LeRobot's `aggregate_stats` needs of each dataset, besides quantiles.
@@ -36,31 +34,7 @@ AGGREGATED = {"min", "max", "mean", "std", "count"}
 RANGE_FACTOR = 10
 
 
-def unify_names(
-    metas: Sequence[DatasetMetadata], rename_maps: Sequence[Mapping[str, str]]
-) -> tuple[DatasetMetadata, ...]:
-    """Rename observations of each dataset to the first dataset's names, where rename maps give both the same name.
-
-    An observation that only its own dataset's map renames gets that name. One that no map renames, and whose name in
-    the first dataset is another observation's here, is dropped: the policy gets neither.
-    """
-    first = {rename_maps[0].get(key, key): key for key in metas[0].features}
-    renamed = []
-    for meta, rename_map in zip(metas[1:], rename_maps[1:], strict=True):
-        targets = {key: rename_map.get(key, key) for key in meta.features if key.startswith(OBS_PREFIX)}
-        taken = {first[name] for name in targets.values() if name in first} - first.keys()
-        meta = without_features(meta, [key for key, name in targets.items() if key == name and key in taken])
-        renamed.append(rename_features(meta, {key: first.get(name, name) for key, name in targets.items()}))
-    return metas[0], *renamed
-
-
-def renames_of_first(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> dict[str, str]:
-    """Return the rename map without features that the first dataset lacks and others have."""
-    elsewhere = {feature.key for meta in metas[1:] for feature in meta.features.values()} - metas[0].features.keys()
-    return {key: name for key, name in rename_map.items() if key not in elsewhere}
-
-
-def check_same_features(metas: Sequence[DatasetMetadata], keys: Sequence[str], rename_map: Mapping[str, str]) -> None:
+def check_same_features(metas: Sequence[DatasetMetadata], keys: Sequence[str]) -> None:
     """Refuse datasets that lack features `keys` of the first, and propose a renaming."""
     first = metas[0]
     for meta in metas[1:]:
@@ -71,10 +45,11 @@ def check_same_features(metas: Sequence[DatasetMetadata], keys: Sequence[str], r
         spare = [key for key, feature in meta.features.items() if key not in first.features and feature.key == key]
         for key in missing:
             candidates = [k for k in spare if k not in names and _same_kind(first.features[key], meta.features[k])]
-            names |= dict.fromkeys(candidates[:1], rename_map.get(key, key))
+            names |= dict.fromkeys(candidates[:1], key)
         hint = "give equal ones equal names in each member's rename_map, convert it, or leave it out"
         if len(names) == len(missing):
-            hint = f"if these are the same, --rename_map='{json.dumps({**rename_map, **names})}'"
+            renamed = {key: name for other in reversed(metas) for name, key in own_names(other).items()}
+            hint = f"if these are the same, --rename_map='{json.dumps({**renamed, **names})}'"
         raise ValueError(
             f"datasets {first.root} and {meta.root} cannot be trained on together: the second lacks {missing} of the "
             f"first; its features are {sorted(meta.features)}; {hint}"

@@ -10,6 +10,7 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.datasets import Datasets, load_datasets
 from vla_finetuning.plan.matching import by_robot, check_rates, window_step
 from vla_finetuning.plan.mixture import check_ranges, check_same_features, unify_order
+from vla_finetuning.plan.names import chosen_cameras
 from vla_finetuning.policies.matching import aligned
 
 VECTORS = ("observation.state", "action")
@@ -71,10 +72,10 @@ def _cameras(entries: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
     """Tabulate the camera that each dataset has for each of the policy's cameras."""
     by_camera: dict[str, dict[int, str]] = {}
     for number, (member, meta) in enumerate(entries):
-        chosen = meta.camera_keys if member.camera_keys is None else member.camera_keys
-        for key in [key for key in chosen if key in meta.camera_keys]:
-            size = "x".join(map(str, meta.features[key].shape))
-            by_camera.setdefault(member.rename_map.get(key, key), {})[number] = f"{key.rpartition('.')[2]} {size}"
+        for key in chosen_cameras(meta, member.camera_keys):
+            feature = meta.features[key]
+            text = f"{feature.key.rpartition('.')[2]} {'x'.join(map(str, feature.shape))}"
+            by_camera.setdefault(key, {})[number] = text
     columns = range(len(entries))
     lines = [(camera, *(cells.get(number, "-") for number in columns)) for camera, cells in sorted(by_camera.items())]
     return aligned([("camera", *(_name(meta) for _, meta in entries)), *lines])
@@ -96,9 +97,9 @@ def _mismatches(config: Config, group: Sequence[tuple[Member, DatasetMetadata]])
     steps = [meta.fps // member.fps if member.fps and meta.fps % member.fps == 0 else 1 for member, meta in group]
     errors = [_error(check_rates, metas, steps)]
     try:
-        (robot_datasets,) = by_robot(config, Datasets(metas, all_members))
+        (robot_datasets,) = by_robot(Datasets(metas, all_members))
         keys = [key for key in robot_datasets.features if key in (*robot_datasets.metas[0].camera_keys, *TRAINED)]
-        check_same_features(robot_datasets.metas, keys, robot_datasets.rename_map)
+        check_same_features(robot_datasets.metas, keys)
         metas = unify_order(robot_datasets.metas, keys, config.dataset.dimension_map)
     except ValueError as error:
         return [*filter(None, errors), str(error)]

@@ -37,26 +37,46 @@ def with_names(
     metas: Sequence[DatasetMetadata],
     rename_map: Mapping[str, str],
     state_features: Sequence[str] = (),
-    *,
-    observations: bool = False,
+    own_maps: Sequence[Mapping[str, str]] = (),
 ) -> tuple[DatasetMetadata, ...]:
-    """Rename features of datasets by --rename_map. Raises ValueError as `load_datasets`.
+    """Rename features of datasets by --rename_map, and of each by its entry in `own_maps`, which comes first.
 
     Several vectors that are renamed to `action` are joined in the map's order, and `state_features` into
-    `observation.state`. With `observations`, observations are renamed too, for use without a policy's processors.
+    `observation.state`. Raises ValueError as `load_datasets`.
     """
     check_known_names(metas, {}, state_features)
     metas = [
         join_features(meta, state_features, STATE) if any(key in meta.features for key in state_features) else meta
         for meta in metas
     ]
-    # As in lerobot-train, the policy's processors rename observations, not the dataset.
-    names = {key: name for key, name in rename_map.items() if observations or not key.startswith(OBSERVATION)}
     check_known_names(metas, rename_map)
-    renamed = tuple(_with_names(meta, names) for meta in metas)
-    for meta in renamed:
-        _check_names(meta, rename_map)
-    return renamed
+    renamed = []
+    for meta, first in zip(metas, own_maps or [{}] * len(metas), strict=True):
+        check_known_names([meta], first, label=f"--dataset.mixture, {meta.root}: rename_map")
+        names = {key: name for key, name in rename_map.items() if key not in first} | dict(first)
+        meta = _with_names(meta, names)
+        _check_names(meta, names)
+        renamed.append(meta)
+    return tuple(renamed)
+
+
+def own_names(meta: DatasetMetadata) -> dict[str, str]:
+    """Return the dataset's own names of renamed observations, as its robot calls them, by their names in rows."""
+    return {name: f.key for name, f in meta.features.items() if f.key != name and f.key.startswith(OBSERVATION)}
+
+
+def chosen_cameras(meta: DatasetMetadata, camera_keys: Sequence[str] | None) -> list[str]:
+    """Return the names in rows of the cameras `camera_keys`, which are the dataset's own; None: of all cameras."""
+    if camera_keys is None:
+        return list(meta.camera_keys)
+    names = own_names(meta)
+    if unknown := sorted(set(camera_keys) - {names.get(key, key) for key in meta.camera_keys}):
+        known = [names.get(key, key) for key in meta.camera_keys]
+        raise ValueError(
+            f"--dataset.camera_keys: dataset {meta.root} has no camera {unknown[0]!r}, but "
+            f"{','.join(known) or 'none'}{did_you_mean(unknown[0], known)}"
+        )
+    return [key for key in meta.camera_keys if names.get(key, key) in camera_keys]
 
 
 def _with_names(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
@@ -74,7 +94,10 @@ def _with_names(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetad
 
 
 def check_known_names(
-    metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str], state_features: Sequence[str] = ()
+    metas: Sequence[DatasetMetadata],
+    rename_map: Mapping[str, str],
+    state_features: Sequence[str] = (),
+    label: str = "--rename_map",
 ) -> None:
     """Refuse feature names that no dataset has, and renaming of LeRobot's own columns."""
     keys = sorted({key for meta in metas for key in meta.features})
@@ -84,16 +107,11 @@ def check_known_names(
             f"{did_you_mean(state_features[0], keys)}"
         )
     for key, name in rename_map.items() if metas else ():
-        entry = f'--rename_map has "{key}": "{name}"'
+        entry = f'{label} has "{key}": "{name}"'
         if key in FRAME_FEATURES:
             raise ValueError(f"{entry}; LeRobot's own columns {', '.join(FRAME_FEATURES)} keep their names")
         if key not in keys:
             raise ValueError(f"{entry}, and the datasets' features are {', '.join(keys)}{did_you_mean(key, keys)}")
-
-
-def observation_renames(rename_map: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries of --rename_map for observations, which the policy's processors apply as in lerobot-train."""
-    return {key: name for key, name in rename_map.items() if key.startswith(OBSERVATION)}
 
 
 def _check_names(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> None:
@@ -159,12 +177,3 @@ def proposed_names(meta: DatasetMetadata) -> tuple[dict[str, str], list[str]]:
 
 def _is_vector(feature: Feature) -> bool:
     return feature.dtype in NUMERIC_DTYPES and feature.dtype != "bool" and len(feature.shape) == 1
-
-
-def check_camera_keys(meta: DatasetMetadata, camera_keys: list[str] | None) -> None:
-    """Refuse a camera that the dataset does not have."""
-    if unknown := sorted(set(camera_keys or ()) - set(meta.camera_keys)):
-        raise ValueError(
-            f"--dataset.camera_keys: dataset {meta.root} has no camera {unknown[0]!r}, but "
-            f"{','.join(meta.camera_keys) or 'none'}{did_you_mean(unknown[0], meta.camera_keys)}"
-        )

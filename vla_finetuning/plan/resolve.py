@@ -17,6 +17,7 @@ from vla_finetuning.plan.episodes import choose, select
 from vla_finetuning.plan.matching import match_datasets, policy_data
 from vla_finetuning.plan.missing_files import check_files
 from vla_finetuning.plan.paths import absolute
+from vla_finetuning.plan.robot_facts import trained_files
 from vla_finetuning.plan.row_plan import frames_dropped, plan_rows, stream_of, with_fitting_batch
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import (
@@ -56,11 +57,6 @@ class Run:
         return self.policy.robots
 
     @property
-    def drawn(self) -> dict[str, dict[str, Any]]:
-        """Return the simulator's rendering options for each robot's datasets (`Rows.drawn`), by name of the robot."""
-        return {robot.name: self.rows.drawn(robot.datasets) for robot in self.robots}
-
-    @property
     def repositories(self) -> dict[str, str]:
         """Return the repository for each robot's policy; empty without --policy.repo_id."""
         repo_id = self.config.hub_repo_id
@@ -90,7 +86,7 @@ def resolve(
     overruling = overruled(config, base.config, base.folder, parameters if compare_base else None)
 
     dropped = frames_dropped(config, base.config, matched.window_steps)
-    chosen = select(config, datasets, dropped, matched.rename_map)
+    chosen = select(config, datasets, dropped)
     skipped = check_files(config, datasets, chosen, matched.match.camera_keys)
     datasets = replace(datasets, members=tuple(map(Member.weighted, datasets.members, chosen.rows_per_dataset)))
     frames = chosen.rows
@@ -98,6 +94,7 @@ def resolve(
     steps = config.resolve_steps(frames)
     config, rows = plan_rows(config, datasets, matched, chosen, dropped, steps)
     config, robots = with_statistics(config, rows, matched.robots)
+    robots = tuple(replace(robot, files=trained_files(config, rows, robot)) for robot in robots)
 
     spec = PolicySpec(
         config=base.config,

@@ -1,27 +1,35 @@
-"""Describe the interface of an exported policy in the robot's own names: `robot.json` beside the weights."""
+"""Describe an exported policy in the robot's own names: `robot.json` and `environment.json` beside the weights."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from lerobot.configs.policies import PreTrainedConfig
 
 from vla_finetuning.data.metadata import dimension_names
 from vla_finetuning.data.reader import height_width
 from vla_finetuning.data.selection import tasks_of
-from vla_finetuning.options.policy import WRITES
+from vla_finetuning.files import read_json
+from vla_finetuning.options.environment import ENVIRONMENT_NAME
+from vla_finetuning.options.policy import ROBOT_NAME, WRITES
+from vla_finetuning.options.programs import Config
 from vla_finetuning.options.recap import ADVANTAGE
-from vla_finetuning.plan.resolve import Run
+from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import absolute_dimensions
 from vla_finetuning.policies.family import MAX_DELAY
+from vla_finetuning.policies.pipelines import saved_rename_map
 from vla_finetuning.policies.spec import Robot
 
 # Thousands of instructions would hide the rest of the file.
 MAX_INSTRUCTIONS = 100
 
 
-def robot_facts(run: Run) -> dict[str, dict[str, Any]]:
-    """Return the contents of each robot's `robot.json` by name of the robot, "" for a single robot.
+def trained_files(config: Config, rows: Rows, robot: Robot) -> dict[str, dict[str, Any]]:
+    """Return `Robot.files` of a robot that learns from datasets.
 
-    Keys:
+    Keys of `robot.json`:
         fps: actions per second; `frames_per_action` frames of the dataset apart, where that is not 1.
         state, action: names of the entries in order, from the dataset.
         action_kind: "absolute" or "relative to the state at the start of the chunk", except for `absolute_entries`.
@@ -32,13 +40,31 @@ def robot_facts(run: Run) -> dict[str, dict[str, Any]]:
         writes: --train.text_targets.
         statistics: --dataset.statistics.
     """
-    return {robot.name: _facts(run, robot) for robot in run.robots}
+    rendering = rows.drawn(robot.datasets)
+    return {ROBOT_NAME: _facts(config, rows, robot)} | _environment(rendering)
 
 
-def _facts(run: Run, robot: Robot) -> dict[str, Any]:
-    rows, config, step = run.rows, robot.config, run.rows.window_step(robot.datasets[0])
+def learned_files(
+    base: Path, config: PreTrainedConfig, own_names: Mapping[str, str], rendering: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return `Robot.files` of a policy that learns in an environment: those of `base`, with its own cameras' names."""
+    facts, saved = read_json(base / ROBOT_NAME), saved_rename_map(base)
+    if facts:
+        cameras = facts.get("cameras", {}).items()
+        facts["cameras"] = {own_names.get(saved.get(key, key), key): size for key, size in cameras}
+        facts |= {"instructions_end_with": "", "n_action_steps": getattr(config, "n_action_steps", 1)}
+    return ({ROBOT_NAME: facts} if facts else {}) | _environment(rendering)
+
+
+def _environment(rendering: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the file of rendering options: evaluations in the simulator must render the same images."""
+    return {ENVIRONMENT_NAME: {"drawn": dict(rendering)}} if rendering else {}
+
+
+def _facts(run_config: Config, rows: Rows, robot: Robot) -> dict[str, Any]:
+    config, step = robot.config, rows.window_step(robot.datasets[0])
     meta = rows.metas[robot.datasets[0]]
-    keys = robot.row_match.dataset_keys
+    keys = robot.match.keys
     vectors = {key: dimension_names(meta, key) for key in keys if key in meta.features and key not in meta.camera_keys}
     instructions = sorted({task for n in robot.datasets for task in tasks_of(rows.metas[n], rows.episodes[n])})
     relative = bool(getattr(config, "use_relative_actions", False))
@@ -61,6 +87,6 @@ def _facts(run: Run, robot: Robot) -> dict[str, Any]:
         "chunk_size": len(config.action_delta_indices or [0]),
         "n_action_steps": getattr(config, "n_action_steps", 1),
         **({MAX_DELAY: delay} if (delay := getattr(config, MAX_DELAY, 0)) else {}),
-        **({WRITES: text} if (text := run.config.train.text_targets) else {}),
-        "statistics": run.config.dataset.statistics,
+        **({WRITES: text} if (text := run_config.train.text_targets) else {}),
+        "statistics": run_config.dataset.statistics,
     }

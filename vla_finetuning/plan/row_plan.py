@@ -48,7 +48,7 @@ def plan_rows(
     stream = stream_of(config, steps)
     features = Features(
         camera_keys=match.camera_keys,
-        columns=[*match.dataset_keys, *text_columns(config, metas)],
+        columns=[*match.keys, *text_columns(config, metas)],
         delta_timestamps=match.delta_timestamps,
         tolerance_s=config.tolerance_s,
         padded=len(matched.robots) > 1 or any(meta.without_actions for meta in metas),
@@ -118,7 +118,6 @@ def plan_rows(
         epoch_ends=() if d.episode_weights is None else tuple(epoch_ends(source.plan, stream[1])),
         weights=weights,
         positive=positive,
-        rename_map=matched.rename_map,
         described=chosen.described,
     )
     return config, rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,6 @@ class Rows:
     weights: np.ndarray | None = None  # float32 (F,), of the dataset's frames in the loss
     returns: PerFrame | None = None  # float32, return of each frame, for a value function
     positive: PerFrame | None = None  # bool, label of each frame for its prompt
-    rename_map: Mapping[str, str] = field(default_factory=dict)  # dataset key -> policy key
     described: tuple[tuple[str, ...], ...] = ()  # lines per dataset on idle frames and weights
 
     def padding(self) -> tuple[int, int, int, float]:
@@ -132,7 +131,7 @@ class Rows:
 
     @property
     def camera_keys(self) -> tuple[str, ...]:
-        """Return the dataset keys of the decoded cameras."""
+        """Return the names of the decoded cameras."""
         return tuple(self.features.camera_keys or ())
 
     @property
@@ -223,14 +222,8 @@ class Rows:
         self, cache: FeatureCache, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, made_by: str
     ) -> FeatureStore:
         """Return the cached features of the decoded cameras' frames."""
-        cameras = {name: key for name, key in self.cameras.items() if name in shapes}
-        camera_shapes = {name: shapes[name] for name in cameras}
-        return FeatureStore(cache, self.metas, cameras, self._decoding, camera_shapes, dtype, made_by)
-
-    @property
-    def cameras(self) -> dict[str, str]:
-        """Return the map from camera names in a batch to dataset keys."""
-        return {self.rename_map.get(key, key): key for key in self.camera_keys}
+        camera_shapes = {key: shapes[key] for key in self.camera_keys if key in shapes}
+        return FeatureStore(cache, self.metas, self._decoding, camera_shapes, dtype, made_by)
 
     @property
     def _decoding(self) -> Decoding:

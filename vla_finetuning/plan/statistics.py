@@ -84,7 +84,7 @@ def _decide_robot(config: Config, rows: Rows, robot: Robot) -> tuple[Robot, Mode
             "flag out"
         )
     if not (missing or misdescribed or d.mixed_ranges):
-        check_ranges(metas, robot.row_match.dataset_keys)
+        check_ranges(metas, robot.match.keys)
     lines = [_describe_choice(d, mode, vectors, missing, misdescribed, len(metas)), *lines]
     if mode == "exact":
         missing = vectors
@@ -99,7 +99,7 @@ def with_placeholders(robot: Robot, metas: Sequence[DatasetMetadata]) -> Robot:
     if not robot.missing_stats:
         return robot
     low, meta = {"min", "mean", "q01", "q10"}, metas[robot.datasets[0]]
-    needed = required_stats(robot.config, {key: meta.features[key] for key in robot.row_match.dataset_keys})
+    needed = required_stats(robot.config, {key: meta.features[key] for key in robot.match.keys})
     shapes = {key: (3, 1, 1) if key in meta.camera_keys else meta.features[key].shape for key in needed}
     stats = {
         key: {name: np.full(shapes[key], 0.0 if name in low else 1.0) for name in names}
@@ -115,7 +115,7 @@ def _compare(
     normalisers = {"std"}.union(*RANGES)
     lines, misdescribed = [], []
     for meta, chosen in zip(rows.metas, rows.train_episodes, strict=True):
-        movement = movement_of(meta, rows.rename_map, d.skip_idle)
+        movement = movement_of(meta, d.skip_idle)
         sample, read = sample_rows(meta, chosen, list(vectors), movement) if vectors else ({}, 0)
         if not read:
             continue
@@ -136,11 +136,10 @@ def _compare(
                 if shares.max() > LIMITS[low, high]:
                     misdescribed.append(key)
             constant = _constant_dimensions(meta, key, sample[key])
-            if constant and names & normalisers and d.statistics != "lerobot":
-                lines.append(
-                    f"{label}{key}: {constant} never changes there; it is normalised by {CONSTANT_RANGE:.0%} of its "
-                    "value (at least of 1), where LeRobot would divide by 1e-8"
-                )
+            if constant and names & normalisers:
+                ours = f"it is normalised by {CONSTANT_RANGE:.0%} of its value (at least of 1), where LeRobot would"
+                how = "LeRobot's statistics" if d.statistics == "lerobot" else ours
+                lines.append(f"{label}{key}: {constant} never changes there; {how} divide by 1e-8")
     return lines, misdescribed
 
 
@@ -208,9 +207,9 @@ def needed_of_vectors(features: Mapping[str, Feature], needed: Needed) -> dict[s
     return {key: set(names) for key, names in needed.items() if features[key].dtype not in CAMERA_DTYPES}
 
 
-def movement_of(meta: DatasetMetadata, rename_map: Mapping[str, str], skip_idle: float | None) -> Movement | None:
+def movement_of(meta: DatasetMetadata, skip_idle: float | None) -> Movement | None:
     """Return the criterion for idle frames of --dataset.skip_idle; None without the option."""
-    return None if skip_idle is None else Movement.from_metadata(meta, movement_keys(meta, rename_map), skip_idle)
+    return None if skip_idle is None else Movement.from_metadata(meta, movement_keys(meta), skip_idle)
 
 
 def compute_stats(
@@ -237,7 +236,7 @@ def compute_stats(
         ranges_of_all = trained.selection.frame_ranges or ()
         counts = trained.identity["rows_per_source"]
         weights = [count / ranges.moving for count, ranges in zip(counts, ranges_of_all, strict=True)]
-    movements = [movement_of(meta, trained.rename_map, config.dataset.skip_idle) for meta in metas]
+    movements = [movement_of(meta, config.dataset.skip_idle) for meta in metas]
     sources = [Source(*source) for source in zip(metas, trained.train_episodes, weights, movements, steps, strict=True)]
     joint, per_dataset = exact_stats(
         sources,
@@ -258,7 +257,7 @@ def compute_stats(
 def joint_stats(config: Config, rows: Rows, robot: Robot, metas: Sequence[DatasetMetadata]) -> Stats:
     """Join the own statistics of a robot's datasets `metas`, of the features that its policy gets."""
     counts = rows.identity["rows_per_source"] if _weighted(config) else None
-    return join_stats(metas, counts, robot.row_match.dataset_keys)
+    return join_stats(metas, counts, robot.match.keys)
 
 
 def _weighted(config: Config) -> bool:
@@ -326,8 +325,8 @@ def _nearly_equal(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 def needed_stats(d: DatasetOptions, rows: Rows, robot: Robot) -> Names:
     """Return the statistics that the policy's normalisation and its evaluation need."""
-    match, features = robot.row_match, rows.metas[0].features
-    needed = required_stats(robot.config, {key: features[key] for key in match.dataset_keys})
+    match, features = robot.match, rows.metas[0].features
+    needed = required_stats(robot.config, {key: features[key] for key in match.keys})
     if d.use_imagenet_stats:
         reduced = {k: names - IMAGENET_STATS.keys() if k in match.camera_keys else names for k, names in needed.items()}
         needed = {key: names for key, names in reduced.items() if names}
@@ -364,11 +363,11 @@ def missing_stats(
 
 def normalisation_stats(d: DatasetOptions, robot: Robot, metas: Sequence[DatasetMetadata], stats: Stats) -> Stats:
     """Return a robot's normalisation statistics: joint `stats` with widened ranges, and ImageNet's for cameras."""
-    match = robot.row_match
+    match = robot.match
     if not d.mixed_ranges:
-        check_ranges(metas, match.dataset_keys)
+        check_ranges(metas, match.keys)
     if d.statistics != "lerobot":
-        features = {key: metas[0].features[key] for key in match.dataset_keys}
+        features = {key: metas[0].features[key] for key in match.keys}
         stats = widen_ranges(stats, needed_of_vectors(features, required_stats(robot.config, features)))
     return with_imagenet_stats(stats, match.camera_keys) if d.use_imagenet_stats else stats
 

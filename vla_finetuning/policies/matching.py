@@ -5,12 +5,12 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any, Literal, Self
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Literal
 
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.datasets.factory import resolve_delta_timestamps
-from lerobot.utils.constants import ACTION, OBS_PREFIX, OBS_STATE
+from lerobot.utils.constants import ACTION, OBS_STATE
 
 from vla_finetuning.policies.processors import EMPTY_CAMERA, DatasetFeature, normalization_mode, policy_feature
 from vla_finetuning.policies.registry import family_of
@@ -18,7 +18,7 @@ from vla_finetuning.policies.registry import family_of
 
 @dataclass(frozen=True)
 class FeatureRow:
-    """A policy's feature and its source in the dataset, which is None for a masked camera.
+    """A policy's feature and the dataset's own name of it, which is None for a masked camera.
 
     `policy_shape` is that of the configuration before it was fitted, with images channel-first.
     """
@@ -34,7 +34,8 @@ class FeatureRow:
 class FeatureMatch:
     """How a dataset feeds a policy: the cameras to decode, and a row for each input and output of the policy.
 
-    `delta_timestamps` are offsets from a frame in seconds, by dataset key, from LeRobot's `resolve_delta_timestamps`.
+    Names are the policy's. `delta_timestamps` are offsets from a frame in seconds, from LeRobot's
+    `resolve_delta_timestamps`.
     """
 
     camera_keys: tuple[str, ...]
@@ -42,21 +43,14 @@ class FeatureMatch:
     delta_timestamps: dict[str, list[float]]
 
     @property
-    def dataset_keys(self) -> tuple[str, ...]:
+    def keys(self) -> tuple[str, ...]:
         """Return the names of the dataset's features that the policy uses."""
-        return tuple(row.dataset_key for row in self.rows if row.dataset_key is not None)
+        return tuple(row.policy_key for row in self.rows if row.dataset_key is not None)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the dataset's shapes by the policy's keys, without masked cameras."""
         return {row.policy_key: row.dataset_shape for row in self.rows if row.dataset_shape is not None}
-
-    def renamed(self, names: Mapping[str, str]) -> Self:
-        """Return the match with features of the dataset renamed."""
-        rows = tuple(replace(row, dataset_key=names.get(row.dataset_key or "", row.dataset_key)) for row in self.rows)
-        deltas = {names.get(key, key): seconds for key, seconds in self.delta_timestamps.items()}
-        cameras = tuple(names.get(key, key) for key in self.camera_keys)
-        return replace(self, camera_keys=cameras, rows=rows, delta_timestamps=deltas)
 
     def table(self) -> list[str]:
         """Format the rows as aligned lines of text."""
@@ -78,7 +72,7 @@ def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 def match_features(
     config: PreTrainedConfig,
     dataset_features: Mapping[str, DatasetFeature],
-    rename_map: Mapping[str, str],
+    own_names: Mapping[str, str] = MappingProxyType({}),
     *,
     fps: float,
     missing_cameras: Literal["error", "mask"] = "error",
@@ -91,15 +85,20 @@ def match_features(
     without a message. Here shapes are the dataset's, and a camera is dropped only on request.
 
     Args:
-        rename_map: dataset key to policy key, for `observation.*`.
+        dataset_features: the dataset's features by the names that --rename_map gives them.
+        own_names: the dataset's own names of those that it renames, for messages and the table.
         missing_cameras: "mask" to run without cameras that the dataset lacks, if the policy can.
         excluded: cameras of the dataset that were not chosen and are not in `dataset_features`, for a message.
     Raises:
         ValueError: features do not match; the message names the key, both shapes or names, and the flag to use.
     """
-    _check_rename_map(config, dataset_features, rename_map)
-    sources = {rename_map.get(key, key): key for key in dataset_features}
-    available = {key: policy_feature(source, dataset_features[source]) for key, source in sources.items()}
+    sources = {key: own_names.get(key, key) for key in dataset_features}
+    for key, source in sources.items():
+        if source != key and config.input_features and key not in config.input_features:
+            hint = f": it has '{source}' already, leave that out" if source in config.input_features else ""
+            inputs_text = f"and the policy's inputs are {sorted(config.input_features)}"
+            raise ValueError(f'--rename_map has "{source}": "{key}", {inputs_text}{hint}')
+    available = {key: policy_feature(sources[key], feature) for key, feature in dataset_features.items()}
     features = {key: feature for key, feature in available.items() if feature is not None}
 
     outputs = {key: feature for key, feature in features.items() if feature.type is FeatureType.ACTION}
@@ -108,12 +107,11 @@ def match_features(
     fitted = copy.deepcopy(config)
     fitted.output_features = outputs
     fitted.input_features = fitted.input_features or {key: f for key, f in features.items() if key not in outputs}
-    metadata_features = {key: dataset_features[source] for key, source in sources.items()}
-    _set_feature_metadata(fitted, metadata_features)
+    _set_feature_metadata(fitted, dataset_features)
     fitted.validate_features()  # adds inputs as the policy's constructor does; they need statistics too
     inputs = fitted.input_features
     cameras = [key for key, feature in features.items() if feature.type is FeatureType.VISUAL]
-    masked = _check_cameras(config, inputs, cameras, sources, rename_map, missing_cameras, excluded)
+    masked = _check_cameras(config, inputs, cameras, own_names, missing_cameras, excluded)
     for key, feature in inputs.items():
         if feature.type is not FeatureType.VISUAL and key not in features:
             raise ValueError(
@@ -129,7 +127,7 @@ def match_features(
         )
     for key, limit in ((OBS_STATE, "max_state_dim"), (ACTION, "max_action_dim")):
         if key in features:
-            _check_vector(sources[key], dataset_features[sources[key]], limit, getattr(config, limit, None))
+            _check_vector(sources[key], dataset_features[key], limit, getattr(config, limit, None))
 
     fixed = {FeatureType.VISUAL} if family_of(config).sized_by_images else set()
     config.output_features = outputs
@@ -137,7 +135,7 @@ def match_features(
         key: feature if feature.type in fixed or key not in features else replace(feature, shape=features[key].shape)
         for key, feature in inputs.items()
     }
-    _set_feature_metadata(config, metadata_features)
+    _set_feature_metadata(config, dataset_features)
     if hasattr(config, "action_feature_names"):
         names = list(dataset_features[ACTION].names or ()) or config.action_feature_names
         # The base's names may belong to another robot.
@@ -147,16 +145,16 @@ def match_features(
         FeatureRow(
             None if key in masked else sources[key],
             key,
-            None if key in masked else tuple(dataset_features[sources[key]].shape),
+            None if key in masked else tuple(dataset_features[key].shape),
             tuple(feature.shape),
             normalization_mode(config, feature.type).value,
         )
         for key, feature in {**inputs, **outputs}.items()
     )
-    dataset_keys = {row.dataset_key for row in rows}
-    metadata: Any = SimpleNamespace(features=[key for key in dataset_features if key in dataset_keys], fps=fps)
+    matched = {row.policy_key for row in rows if row.dataset_key is not None}
+    metadata: Any = SimpleNamespace(features=[key for key in dataset_features if key in matched], fps=fps)
     return FeatureMatch(
-        camera_keys=tuple(sources[key] for key in config.image_features if key in cameras),
+        camera_keys=tuple(key for key in config.image_features if key in cameras),
         rows=rows,
         delta_timestamps=resolve_delta_timestamps(config, metadata) or {},
     )
@@ -170,30 +168,11 @@ def _set_feature_metadata(config: PreTrainedConfig, features: Mapping[str, Datas
         )
 
 
-def _check_rename_map(
-    config: PreTrainedConfig, dataset_features: Mapping[str, DatasetFeature], rename_map: Mapping[str, str]
-) -> None:
-    names = {key: rename_map.get(key, key) for key in dataset_features}
-    for key, name in rename_map.items():
-        entry = f'--rename_map has "{key}": "{name}"'
-        if key not in dataset_features:
-            raise ValueError(f"{entry}, and the dataset's features are {sorted(dataset_features)}")
-        if not key.startswith(OBS_PREFIX):
-            raise ValueError(f"{entry}; LeRobot renames only keys that start with '{OBS_PREFIX}'")
-        if config.input_features and name not in config.input_features:
-            hint = f": it has '{key}' already, leave that out" if key in config.input_features else ""
-            raise ValueError(f"{entry}, and the policy's inputs are {sorted(config.input_features)}{hint}")
-        duplicates = sorted(other for other in names if names[other] == name)
-        if len(duplicates) > 1:
-            raise ValueError(f"{entry}, so that {duplicates} would all be called '{name}'")
-
-
 def _check_cameras(
     config: PreTrainedConfig,
     inputs: Mapping[str, PolicyFeature],
     cameras: Sequence[str],
-    sources: Mapping[str, str],
-    rename_map: Mapping[str, str],
+    own_names: Mapping[str, str],
     missing_cameras: str,
     excluded: Sequence[str],
 ) -> set[str]:
@@ -209,8 +188,9 @@ def _check_cameras(
     reason = f"are not among those chosen ({list(excluded)} are left out)" if excluded else "the dataset lacks"
     problems = [f"the policy has cameras that {reason}: {missing}"] if missing else []
     if unknown:
-        problems.append(f"the dataset has cameras that the policy does not know: {[sources[key] for key in unknown]}")
-    pairs = {sources[key]: name for key, name in _pair_names(unknown, missing).items()}
+        problems.append(f"the dataset has cameras that the policy does not know: {unknown}")
+    pairs = _pair_names(unknown, missing)
+    rename_map = {source: key for key, source in own_names.items()}
     remedies = {
         f"if these are the same cameras, --rename_map='{json.dumps({**rename_map, **pairs})}'": pairs,
         "choose more cameras with --dataset.camera_keys": excluded,

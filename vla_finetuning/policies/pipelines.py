@@ -11,17 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from lerobot.configs import NormalizationMode, PolicyFeature, PreTrainedConfig
+from lerobot.configs import PreTrainedConfig
 from lerobot.policies.factory import make_pre_post_processors
 from lerobot.processor import (
     PolicyProcessorPipeline,
     ProcessorStepRegistry,
-    RenameObservationsProcessorStep,
     TokenizerProcessorStep,
 )
-from lerobot.processor.rename_processor import rename_stats
-from lerobot.utils.constants import ACTION, POLICY_POSTPROCESSOR_DEFAULT_NAME, POLICY_PREPROCESSOR_DEFAULT_NAME
+from lerobot.utils.constants import POLICY_POSTPROCESSOR_DEFAULT_NAME, POLICY_PREPROCESSOR_DEFAULT_NAME
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer
 from transformers.utils import cached_file
@@ -30,7 +27,7 @@ from vla_finetuning.data.hub import require_model
 from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.policies.loading import MIGRATE, check_header
-from vla_finetuning.policies.processors import EMPTY_CAMERA, TOKENIZER_FOLDER, Stats, normalization_mode, required_stats
+from vla_finetuning.policies.processors import TOKENIZER_FOLDER, Stats
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
 from vla_finetuning.policies.tokenizer_check import check_tokenizer
@@ -55,39 +52,36 @@ def make_processors(
     folder: Path | str | None,
     config: PreTrainedConfig,
     stats: Stats,
-    rename_map: Mapping[str, str],
     *,
     trusted: bool = False,
 ) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
     """Make a policy's pre- and postprocessor on the CPU, normalising with a dataset's statistics.
 
-    Like `lerobot-train`, it replaces statistics, features and renaming of the folder's own pipelines. Without such
-    pipelines, LeRobot's factory makes those of the policy's type.
+    Like `lerobot-train`, it replaces statistics and features of the folder's own pipelines; they rename nothing.
+    Without such pipelines, LeRobot's factory makes those of the policy's type.
 
     Args:
         folder: pretrained folder, or None.
         config: configuration of the policy, fitted to the dataset (`match_features`).
-        stats: statistics by dataset key: vectors, or (3, 1, 1) for images.
+        stats: statistics by the policy's names: vectors, or (3, 1, 1) for images.
         trusted: whether code of the folder, or of repositories that its files name, may run.
     Raises:
-        ValueError: statistics are missing, not finite or of another shape; a pipeline cannot be built or has a step
-            that is not allowed; (`RemoteCodeError`) it would run untrusted code.
+        ValueError: a pipeline cannot be built or has a step that is not allowed; (`RemoteCodeError`) it would run
+            untrusted code.
     """
     features = {**config.input_features, **config.output_features}
-    renamed = rename_stats({key: dict(value) for key, value in stats.items()}, dict(rename_map))
-    _check_stats(config, features, renamed)
     config = copy.copy(config)
     config.device = "cpu"
-    options: dict[str, Any] = {"dataset_stats": renamed}
+    options: dict[str, Any] = {"dataset_stats": stats}
     family = family_of(config)
     folder = None if folder is None or family.rebuilds_processors else Path(folder)
     if folder is not None and (folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json").is_file():
         steps = _saved_steps(folder, config)
-        normalization = {"norm_map": config.normalization_mapping, "stats": renamed}
+        normalization = {"norm_map": config.normalization_mapping, "stats": stats}
         pre: dict[str, Any] = {
             "device_processor": {"device": "cpu"},
             "normalizer_processor": {"features": features, **normalization},
-            "rename_observations_processor": {"rename_map": dict(rename_map)},
+            "rename_observations_processor": {"rename_map": {}},
             **_tokenizer_overrides(folder, config, steps, trusted),
         }
         post: dict[str, Any] = {"unnormalizer_processor": {"features": config.output_features, **normalization}}
@@ -112,9 +106,6 @@ def make_processors(
         raise ValueError(
             f"the processors of the '{config.type}' policy{f' {folder}' if folder else ''} cannot be built: {error}"
         ) from error
-    for step in preprocessor.steps:
-        if isinstance(step, RenameObservationsProcessorStep):
-            step.rename_map = dict(rename_map)  # LeRobot gives fresh pipelines an empty one
     _keep_tokenizer_name(preprocessor)
     _check_prompt_length(config, preprocessor, folder)
     return preprocessor, postprocessor
@@ -309,33 +300,3 @@ def _check_prompt_length(config: PreTrainedConfig, preprocessor: PolicyProcessor
                 f"--policy.tokenizer_max_length={limit}: the tokenizer saved in {folder} makes prompts of up to "
                 f"{length} tokens; leave the option out, or give {length}"
             )
-
-
-def _check_stats(config: PreTrainedConfig, features: Mapping[str, PolicyFeature], stats: Stats) -> None:
-    for key, names in required_stats(config, features).items():
-        if key.startswith(EMPTY_CAMERA):
-            continue
-        mode = normalization_mode(config, features[key].type)
-        feature_stats = stats.get(key, {})
-        if missing := sorted(names - set(feature_stats)):
-            raise ValueError(
-                f"'{key}' is to be normalised by {mode.value}, and its statistics lack {missing} (found "
-                f"{sorted(feature_stats)}). LeRobot would leave it as it is, or fail at the first row: compute them "
-                "from the dataset first"
-            )
-        values = {name: np.asarray(feature_stats[name], dtype=np.float64) for name in sorted(names)}
-        for name, value in values.items():
-            if not np.isfinite(value).all():
-                raise ValueError(f"the statistic '{name}' of '{key}' is not finite: {value.tolist()}")
-            if key == ACTION and value.shape != tuple(features[key].shape):
-                raise ValueError(
-                    f"the statistic '{name}' of '{key}' has shape {value.shape}, not {features[key].shape}"
-                )
-        if mode is not NormalizationMode.MEAN_STD:
-            low, high = values.values()
-            if len(flat := np.flatnonzero(low == high)):
-                logger.warning(
-                    "'%s': %s are equal in the dimensions %s; LeRobot divides by 1e-8 there, so that any "
-                    "other value becomes huge",
-                    *(key, " and ".join(values), flat.tolist()),
-                )

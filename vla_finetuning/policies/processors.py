@@ -114,11 +114,12 @@ def with_imagenet_stats(stats: Stats, camera_keys: Sequence[str]) -> dict[str, d
 class Prepare:
     """The preprocessor without its image steps, for blocks of rows in Ray Data tasks.
 
-    LeRobot's own pipeline runs on the block without cameras. Cameras pass through under the policy's names. The object
-    pickles, but is large (PaliGemma's tokenizer is 17 MB): see `training.stream.LazyPickle`.
+    LeRobot's own pipeline runs on the block without cameras, which pass through. Rows have the policy's names, so
+    that its step that renames is left out. The object pickles, but is large (PaliGemma's tokenizer is 17 MB): see
+    `training.stream.LazyPickle`.
 
     Args:
-        camera_keys: cameras in the block, by their names in the dataset; `rename_map` gives the policy's names.
+        camera_keys: cameras in the block.
         trusted: whether the policy's own code may run, also in processes that unpickle this object.
         texts: whether to keep the instructions, as the pipeline returns them.
     Raises:
@@ -129,7 +130,6 @@ class Prepare:
         self,
         preprocessor: PolicyProcessorPipeline,
         camera_keys: Sequence[str],
-        rename_map: Mapping[str, str],
         config: PreTrainedConfig,
         *,
         trusted: bool = False,
@@ -137,11 +137,11 @@ class Prepare:
     ):
         self._trusted, self._texts = trusted, texts
         features = {**config.input_features, **config.output_features}
-        self._cameras = {key: rename_map.get(key, key) for key in camera_keys}
+        self._cameras = tuple(camera_keys)
         self._features = {key for key, feature in features.items() if feature.type is not FeatureType.VISUAL}
-        full_pipeline = _with_steps(preprocessor, [_pad_to_max_length(copy.copy(step)) for step in preprocessor.steps])
+        steps = [step for step in preprocessor.steps if not isinstance(step, RenameObservationsProcessorStep)]
+        full_pipeline = _with_steps(preprocessor, [_pad_to_max_length(copy.copy(step)) for step in steps])
         self._pipeline = _with_steps(full_pipeline, [step for step in full_pipeline.steps if not _needs_batch(step)])
-        self._renamed = saved_names(self._pipeline)
         self._check_split(full_pipeline, config)
         for step in self._pipeline.steps:
             step._current_transition = None  # drop the synthetic row
@@ -157,15 +157,15 @@ class Prepare:
             batch: columns of N rows: cameras uint8 (N, H, W, 3), `observation.state` float32 (N, S), `action` float32
                 (N, T, A), `action_is_pad` bool (N, T), `task` strings (N,), and others.
         Returns:
-            Numeric columns of fixed shape for the same rows: cameras under the policy's names, without a copy; the
-            policy's other features, normalised, and their `_is_pad`; what the pipeline adds, as
+            Numeric columns of fixed shape for the same rows: cameras, without a copy; the policy's other features,
+            normalised, and their `_is_pad`; what the pipeline adds, as
             `observation.language.tokens` int64 (N, L) and `observation.language.attention_mask` bool (N, L);
             `task_bytes` if `texts` is set; ROW_COLUMNS of the block; with `is_skipped`, also its opposite `is_read`.
         Raises:
             ValueError: a camera is missing or not uint8 (..., H, W, 3); an instruction is not a string; a state or
                 action of a row that is not skipped is not finite.
         """
-        cameras = {name: _camera_column(batch, key) for key, name in self._cameras.items()}
+        cameras = {key: _camera_column(batch, key) for key in self._cameras}
         return cameras | self.without_cameras(batch) | _row_columns(batch)
 
     def without_cameras(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -198,7 +198,7 @@ class Prepare:
                 if not all(isinstance(instruction, str) for instruction in value):
                     raise ValueError(f"'task' holds values that are not strings: {data[key][:5]}")
             elif value.dtype.kind in "biuf":
-                if value.dtype.kind != "f" and self._renamed.get(key, key) in self._features:
+                if value.dtype.kind != "f" and key in self._features:
                     # LeRobot's normaliser casts its statistics to the input's dtype: in int64, 0.49 would become 0.
                     value = value.astype(np.float32)
                 # Blocks are read-only views of shared memory, which torch does not support.
@@ -212,7 +212,6 @@ class Prepare:
     def _check_split(self, preprocessor: PolicyProcessorPipeline, config: PreTrainedConfig) -> None:
         """Compare the split with the whole pipeline on a synthetic row, to find steps that need images."""
         normalizer = _normalizer(self._pipeline)
-        originals = {name: key for key, name in self._renamed.items()}
         rng = np.random.default_rng(0)
         row: dict[str, np.ndarray] = {"task": np.array([""], dtype=object)}
         for key in sorted(self._features):
@@ -221,7 +220,7 @@ class Prepare:
             declared = {**config.input_features, **config.output_features}[key].shape
             shape = next((tuple(value.shape) for name, value in stats.items() if name != "count"), declared)
             deltas = config.action_delta_indices if key == ACTION else config.observation_delta_indices
-            row[originals.get(key, key)] = rng.random((1, *_window(deltas), *shape), dtype=np.float32)
+            row[key] = rng.random((1, *_window(deltas), *shape), dtype=np.float32)
         for key in self._cameras:
             row[key] = rng.integers(0, 256, (1, *_window(config.observation_delta_indices), 8, 8, 3), dtype=np.uint8)
 
@@ -249,8 +248,8 @@ class PreparedRobot:
     """Preparation of the rows of some datasets: one robot's, or datasets without actions.
 
     Attributes:
-        cameras: their cameras, by the policy's names.
-        widths: widths of vectors, which a block pads with zeros, by the names in rows.
+        cameras: their cameras.
+        widths: widths of vectors, which a block pads with zeros.
         opening: prefix of their instructions.
         datasets: values of `dataset_index`.
         acts: whether the rows have actions.
@@ -271,12 +270,12 @@ class PrepareRobots:
 
     Args:
         robots: robots, then datasets without actions.
-        cameras: the policy's names of all cameras in a block, by their names there.
+        cameras: all cameras in a block.
         per_robot_dims: whether each row's loss covers only its robot's action dimensions.
     """
 
-    def __init__(self, robots: Sequence[PreparedRobot], cameras: Mapping[str, str], per_robot_dims: bool):
-        self._robots, self._cameras, self._per_robot_dims = tuple(robots), dict(cameras), per_robot_dims
+    def __init__(self, robots: Sequence[PreparedRobot], cameras: Sequence[str], per_robot_dims: bool):
+        self._robots, self._cameras, self._per_robot_dims = tuple(robots), tuple(cameras), per_robot_dims
         pairs = [(dataset, number) for number, robot in enumerate(robots) for dataset in robot.datasets]
         self._robot_of = np.array([number for _, number in sorted(pairs)], np.int64)
 
@@ -290,7 +289,7 @@ class PrepareRobots:
         if len(self._robots) == 1:
             return self._robots[0].prepare(batch)
         robot = self._robot_of[batch["dataset_index"]]
-        columns = {name: _camera_column(batch, key) for key, name in self._cameras.items()}
+        columns = {key: _camera_column(batch, key) for key in self._cameras}
         rest = {key: value for key, value in batch.items() if key not in self._cameras}
         prepared: dict[str, np.ndarray] = {}
         for number in np.unique(robot) if len(robot) else (0,):
@@ -307,8 +306,8 @@ class PrepareRobots:
                     out = out[..., : value.shape[-1]]
                 out[rows] = value
         columns |= {**prepared, ROBOT: np.where(np.array([layout.acts for layout in self._robots])[robot], robot, -1)}
-        for name in self._cameras.values():
-            columns[name + IS_PRESENT] = np.array([name in layout.cameras for layout in self._robots])[robot]
+        for key in self._cameras:
+            columns[key + IS_PRESENT] = np.array([key in layout.cameras for layout in self._robots])[robot]
         if self._per_robot_dims:
             widths = np.array([layout.widths[ACTION] for layout in self._robots])[robot]
             columns[ACTION_DIMS] = np.arange(batch[ACTION].shape[-1]) < widths[:, None]

@@ -56,25 +56,22 @@ class TextDataset:
 class Robot:
     """A robot that the policy is trained on: its datasets, their match with the policy, and its statistics.
 
-    Rows use the dataset's feature names if the run has one robot, and the policy's names if it has several.
-
     Attributes:
         name: name with the control mode, if it has several; also its policy's folder. Empty for the only robot.
-        match: match of the robot's features with the policy's, by the robot's own names.
-        rename_map: names in rows -> the policy's names.
-        own_names: names in rows -> the robot's own names, where they differ.
+        match: match of the robot's features with the policy's.
+        own_names: the policy's names -> the robot's own names, where they differ.
         datasets: values of `dataset_index`, ascending.
-        stats: normalisation statistics by names in rows; None to use the folder's own processors.
+        stats: normalisation statistics; None to use the folder's own processors.
         missing_stats: names of statistics still to compute, by feature; `stats` is empty until then.
         statistics: lines that describe the statistics' source and how well they fit the data.
         opening: prefix of its instructions that names the robot; may be empty.
         texts: datasets without actions whose rows are prepared as its rows.
+        files: contents of the JSON files beside the weights of its exported policy, by name (`plan.robot_facts`).
     """
 
     name: str
     config: PreTrainedConfig
     match: FeatureMatch
-    rename_map: dict[str, str]
     own_names: dict[str, str] = field(default_factory=dict)
     datasets: tuple[int, ...] = ()
     stats: Stats | None = None
@@ -82,6 +79,7 @@ class Robot:
     statistics: tuple[str, ...] = ()
     opening: str = ""
     texts: tuple[TextDataset, ...] = ()
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -89,26 +87,18 @@ class Robot:
         return f"{self.name}: " if self.name else ""
 
     @property
-    def row_match(self) -> FeatureMatch:
-        """Return `match` by the names in rows."""
-        return self.match.renamed({dataset_key: name for name, dataset_key in self.own_names.items()})
+    def rename_map(self) -> dict[str, str]:
+        """Return the map from the robot's own names to the policy's."""
+        return {key: name for name, key in self.own_names.items()}
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        return self.row_match.camera_keys
+        return self.match.camera_keys
 
     @property
     def widths(self) -> dict[str, int]:
-        """Return the widths of state and action, by the names in rows."""
-        match = self.row_match
-        shapes = {row.dataset_key: row.dataset_shape for row in match.rows}
-        return {key: shape[0] for key, shape in shapes.items() if key and shape and key not in match.camera_keys}
-
-    def by_own_names(self) -> Robot:
-        """Return the robot as in a run of its own, where rows use the names of its datasets."""
-        stats = self.stats and {self.own_names.get(key, key): values for key, values in self.stats.items()}
-        rename_map = self.rename_map | {dataset_key: name for name, dataset_key in self.own_names.items()}
-        return replace(self, stats=stats, rename_map=rename_map, own_names={})
+        """Return the widths of state and action."""
+        return {key: shape[0] for key, shape in self.match.shapes.items() if key not in self.match.camera_keys}
 
 
 @dataclass(frozen=True)
@@ -205,7 +195,7 @@ class PolicySpec:
         if robot.stats is None:
             assert folder is not None
             return load_processors(folder, config, trusted=self.trusted)
-        return make_processors(folder, config, robot.stats, robot.rename_map, trusted=self.trusted)
+        return make_processors(folder, config, robot.stats, trusted=self.trusted)
 
     @property
     def augments(self) -> bool:

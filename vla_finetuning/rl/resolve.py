@@ -27,6 +27,7 @@ from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.plan.base_policy import check_policy, resolve_policy
 from vla_finetuning.plan.paths import with_absolute_paths
 from vla_finetuning.plan.resolve import make_job
+from vla_finetuning.plan.robot_facts import learned_files
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.matching import FeatureMatch
@@ -112,11 +113,6 @@ class Scene:
     longest: int | None
     states: Mapping[str, InitialStates] = field(default_factory=dict)
 
-    @property
-    def drawn(self) -> dict[str, Any]:
-        """Return how the environment draws the images that the policy is trained on."""
-        return how_drawn(self.env)
-
     def most_decisions(self, n_action_steps: int) -> int:
         """Return the maximum number of decisions of an episode, each of `n_action_steps` actions."""
         return math.ceil((self.longest or UNKNOWN_LENGTH) / n_action_steps)
@@ -198,7 +194,9 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     fixed = {name: value for name, value in asdict(config.grpo).items() if name not in FREE}
     config = decided(config, {"policy_revision": base["revision"]})
     training = config.training()
-    robot = Robot("", policy_config, FeatureMatch(cameras, (), {}), config.rename_map, opening=opening)
+    names = {name: key for key, name in config.rename_map.items()}
+    files = learned_files(folder, policy_config, names, how_drawn(env))
+    robot = Robot("", policy_config, FeatureMatch(cameras, (), {}), names, opening=opening, files=files)
     policy = PolicySpec(
         config=policy_config,
         folder=folder,

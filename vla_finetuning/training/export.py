@@ -6,7 +6,6 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from lerobot.configs import PreTrainedConfig
@@ -14,16 +13,12 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
 from vla_finetuning.buckets.mirror import address, mirror_of, push, release, remove
-from vla_finetuning.files import read_json, write_json
-from vla_finetuning.options.environment import ENVIRONMENT_NAME
+from vla_finetuning.files import write_json
 from vla_finetuning.options.grpo import CRITIC
-from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.resolve import Run
-from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.lora import add_adapters
 from vla_finetuning.policies.own_names import config_with_names, own_camera_names, pipeline_with_names
-from vla_finetuning.policies.pipelines import saved_rename_map
 from vla_finetuning.policies.processors import saved_names
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.saving import save_adapters, save_pretrained
@@ -73,76 +68,47 @@ def _trained_policy(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolic
     return policy, adapted
 
 
-def export(
-    spec: PolicySpec,
-    checkpoint: Path,
-    output_dir: Path,
-    renderings: Mapping[str, Any],
-    facts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-) -> None:
+def export(spec: PolicySpec, checkpoint: Path, output_dir: Path) -> None:
     """Write the policy of a checkpoint with its processors to `pretrained_model`, as LeRobot loads it.
 
     Several robots get a folder `pretrained_model/ROBOT` each, which share the weights. Adapters are merged into the
     weights, and also written to `adapter` if the options ask for that.
-
-    By a robot's name, `renderings` has rendering options of the simulator that recorded its data, and `facts` the
-    content of its robot.json (`plan.robot_facts`). A robot without facts has learned in an environment, and gets the
-    base's file with its own cameras' names and executed actions.
     """
     policy, adapted = _trained_policy(spec, checkpoint)
-    robots = [robot.by_own_names() for robot in spec.robots]
-    base = spec.folder_here()
-
-    def describe_to(folder: Path, robot: Robot, renamed: Mapping[str, str]) -> None:
-        about = dict(facts.get(robot.name) or (_learned_facts(base, robot) if base else {}))
-        if "cameras" in about:
-            about["cameras"] = {
-                key: {"height": size["height"], "width": size["width"]}
-                | ({"policy": renamed[key]} if key in renamed else {})
-                for key, size in about["cameras"].items()
-            }
-        if robot.opening:
-            # The name is unknown in a run that starts from the policy of one of several robots.
-            about |= {"robot": robot.name} if robot.name else {}
-            about["instructions_begin_with"] = robot.opening
-        if about:
-            write_json(folder / ROBOT_NAME, about)
-        if rendering := renderings.get(robot.name):
-            # Evaluations in the simulator must render the same images.
-            write_json(folder / ENVIRONMENT_NAME, {"drawn": rendering})
-
     if adapted is not None:
-        for robot in robots if spec.adapters.export == "adapter" else ():
-            robot_spec = spec.select_robot(robot)
+        path, revision = spec.base["path"], spec.base["revision"]
+        for robot in spec.robots if spec.adapters.export == "adapter" else ():
             with _export_folder(output_dir / "adapter" / robot.name) as folder:
-                pipelines, config, renamed = in_own_names(robot_spec)
-                save_adapters(adapted, robot_spec.base["path"], robot_spec.base["revision"], *pipelines, folder, config)
-                describe_to(folder, robot, renamed)
+                pipelines, config, renamed = in_own_names(spec.select_robot(robot))
+                save_adapters(adapted, path, revision, *pipelines, folder, config)
+                _write_files(folder, robot, renamed)
         adapted.merge_and_unload()
     with _export_folder(output_dir / "pretrained_model") as root:
         written = None
-        for robot in robots:
-            robot_spec, folder = spec.select_robot(robot), root / robot.name
-            pipelines, config, renamed = in_own_names(robot_spec)
+        for robot in spec.robots:
+            folder = root / robot.name
+            pipelines, config, renamed = in_own_names(spec.select_robot(robot))
             save_pretrained(policy, *pipelines, folder, config, written)
             written = folder
-            describe_to(folder, robot, renamed)
+            _write_files(folder, robot, renamed)
 
 
-def _learned_facts(base: Path, robot: Robot) -> dict[str, Any]:
-    about = read_json(base / ROBOT_NAME)
-    if about:
-        saved, own_names = saved_rename_map(base), {name: key for key, name in robot.rename_map.items()}
-        sizes = about.get("cameras", {}).items()
-        about["cameras"] = {own_names.get(saved.get(key, key), key): size for key, size in sizes}
-        about |= {"instructions_end_with": "", "n_action_steps": getattr(robot.config, "n_action_steps", 1)}
-    return about
+def _write_files(folder: Path, robot: Robot, renamed: Mapping[str, str]) -> None:
+    """Write `robot.files`; cameras that the export still renames get the policy's names."""
+    for name, content in robot.files.items():
+        if "cameras" in content:
+            cameras = {
+                key: {"height": size["height"], "width": size["width"]}
+                | ({"policy": renamed[key]} if key in renamed else {})
+                for key, size in content["cameras"].items()
+            }
+            content = {**content, "cameras": cameras}
+        write_json(folder / name, content)
 
 
 def export_run(run: Run) -> None:
-    """Export the policy of a run that has done its last step, with the facts of its robots. Raises as `export`."""
-    checkpoint = exported_checkpoint(run.job, best=run.config.export == "best")
-    export(run.policy, checkpoint, run.job.output_dir, run.drawn, robot_facts(run))
+    """Export the policy of a run that has done its last step. Raises as `export`."""
+    export(run.policy, exported_checkpoint(run.job, best=run.config.export == "best"), run.job.output_dir)
 
 
 def in_own_names(spec: PolicySpec) -> tuple[Processors, PreTrainedConfig, dict[str, str]]:

@@ -99,24 +99,22 @@ def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> Trainable
 
 def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
     """Return the CPU half of the policy's preprocessor, or of each robot's, for read tasks."""
-    family, names = family_of(spec.config), spec.robots[0].rename_map  # the same for all robots
+    family = family_of(spec.config)
     robots, texts = list[PreparedRobot](), list[PreparedRobot]()
     for robot in spec.robots:
         preprocessor, _ = spec.select_robot(robot).processors()
         cameras = robot.cameras if spec.mixes_robots else rows.camera_keys
         options: Any = {"trusted": spec.trusted, "texts": family.reads_texts}
-        options |= {"camera_keys": cameras, "rename_map": names, "config": robot.config}
-        seen = frozenset(names.get(key, key) for key in cameras)
-        robots.append(
-            PreparedRobot(Prepare(preprocessor, **options), seen, robot.widths, robot.opening, robot.datasets)
-        )
+        options |= {"camera_keys": cameras, "config": robot.config}
+        pipeline = Prepare(preprocessor, **options)
+        robots.append(PreparedRobot(pipeline, frozenset(cameras), robot.widths, robot.opening, robot.datasets))
         for text in robot.texts:
             pipeline = robots[-1].prepare if text.state else Prepare(without_state(preprocessor), **options)
             layout = PreparedRobot(pipeline, text.cameras, robot.widths, text.opening, (text.number,), acts=False)
             texts.append(layout)
     prepare: Callable[[Columns], Columns]
     own_dims = spec.mixes_robots and spec.train.pad_loss == "own"
-    prepare = PrepareRobots([*robots, *texts], {key: names.get(key, key) for key in rows.camera_keys}, own_dims)
+    prepare = PrepareRobots([*robots, *texts], rows.camera_keys, own_dims)
     if rows.positive is not None:
         prepare = WithAdvantage(prepare, rows.positive, ADVANTAGE, LABEL_DROPOUT, spec.seed)
     without_actions = [number for text in texts for number in text.datasets]
