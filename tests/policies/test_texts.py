@@ -87,6 +87,7 @@ def test_lerobot_loads_what_is_exported_and_is_told_different_things(dataset, tm
             policy.config, pretrained_path=str(folder), preprocessor_overrides=rollouts
         )
         rows = next(run.rows.source(stream=(0, run.rows.last_row)).read_rows([0, 1, 2], 3))
+        rows = {run.robots[0].own_names.get(key, key): values for key, values in rows.items()}
         told = {"go to the red bin": "blue", "go to the blue bin": "red"}
         found = open_loop_errors(policy, before, after, [rows], mean_action=np.zeros(3), other_instruction=told)
     assert 0 < found["policy"]["mse"] != found["other_instruction"]["mse"] > 0
