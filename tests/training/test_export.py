@@ -286,7 +286,7 @@ def test_an_export_has_the_robots_names(folder, renamed, tmp_path):
 
     again = trained(folder, renamed[1], f"--policy.path={where}", "--output_dir=x")
     assert again.policy.config.input_features == policy.config.input_features and not again.robots[0].rename_map
-    with pytest.raises(ValueError, match=f"it has '{WRIST}' already, leave that out"):
+    with pytest.raises(ValueError, match=f"it has '{TOP}' already, leave that out"):
         trained(folder, *renamed[1:], f"--policy.path={where}", "--output_dir=x")
 
 
