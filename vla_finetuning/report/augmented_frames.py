@@ -30,9 +30,8 @@ def augmented(sheet: Sequence[Moment], saved: Mapping[str, Any]) -> list[Moment]
 
     from vla_finetuning.policies.augment import make_augmentation
 
-    rename_map = saved.get("rename_map") or {}
-    names = {key: rename_map.get(key, key) for moment in sheet for key in moment.images}
-    augmentation = make_augmentation(name, transforms, saved.get("seed", 0), sorted(names.values()))
+    cameras = sorted({key for moment in sheet for key in moment.images})
+    augmentation = make_augmentation(name, transforms, saved.get("seed", 0), cameras)
     if augmentation is None:
         return list(sheet)
     moments = []
@@ -41,7 +40,7 @@ def augmented(sheet: Sequence[Moment], saved: Mapping[str, Any]) -> list[Moment]
         for key, frame in moment.images.items():
             copies = torch.from_numpy(frame.copy()).movedim(-1, 0).float().div(255).expand(EPOCHS_SHOWN, -1, -1, -1)
             places = torch.arange(EPOCHS_SHOWN) * len(sheet) + number
-            changed = augmentation(names[key], copies, places).mul(255).round().clamp(0, 255)
+            changed = augmentation(key, copies, places).mul(255).round().clamp(0, 255)
             pictures[key] = np.concatenate([frame, *changed.to(torch.uint8).movedim(1, -1).numpy()])
         moments.append(replace(moment, images=pictures, is_augmented=True))
     return moments

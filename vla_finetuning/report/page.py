@@ -178,8 +178,12 @@ def look_at_datasets(output_dir: Path) -> list[Drawn]:
     for dataset in facts.get("datasets", [])[:MAX_DATASETS]:
         try:
             meta = load_metadata(dataset["root"])
-            for name, keys in dataset.get("renamed", {}).items():
-                meta = join_features(meta, keys, name) if len(keys) > 1 else rename_features(meta, {keys[0]: name})
+            names = dataset.get("renamed", {})
+            for name, keys in names.items():
+                meta = join_features(meta, keys, name) if len(keys) > 1 else meta
+            single = {keys[0]: name for name, keys in names.items() if len(keys) == 1}
+            loaded = {feature.key for name, feature in meta.features.items() if name != feature.key}  # as `subtask`
+            meta = rename_features(meta, {key: name for key, name in single.items() if key not in loaded})
             look = look_at(meta)
             looks.append(_draw_look(replace(look, sheet=augmented(look.sheet, config))))
         except (ValueError, OSError) as error:
