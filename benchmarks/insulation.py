@@ -30,9 +30,9 @@ from vla_finetuning.files import write_json
 from vla_finetuning.options.train import ACTION_WORDS
 from vla_finetuning.plan.demo import DEMO_CACHE, prepare_base
 from vla_finetuning.policies.text_targets import with_text
-from vla_finetuning.run.checkpoint import PREFIX
 from vla_finetuning.run.exported import POLICY_DIR
 from vla_finetuning.run.folder import EVALUATIONS, FINISHED_NAME
+from vla_finetuning.run.manifest import checkpoint_name
 from vla_finetuning.terminal import print_safe_text
 
 INSULATED = {"train.mode": "full", "train.knowledge_insulation": "true"}
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = sorted({*range(options.every, options.steps, options.every), options.steps})
     runs = [options.folder / f"seed{seed}" for seed in seeds]
     scores = {
-        f"{arm} {step}": success([run / arm / EVALUATIONS / f"{PREFIX}{step:08d}" for run in runs])
+        f"{arm} {step}": success([run / arm / EVALUATIONS / checkpoint_name(step) for run in runs])
         for arm in ARMS
         for step in steps
     }

@@ -9,6 +9,7 @@ import signal
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -60,7 +61,7 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
     """In place of `vla.train_loop_per_worker`; runs it."""
     run = ray.get(loop_config["run"])
     rank = ray.train.get_context().get_world_rank()
-    train_step, forward, rename = state.train_step, FlowLoss.forward, os.rename
+    train_step, forward, replace_file = state.train_step, FlowLoss.forward, os.replace
     now: list[str] = []
 
     def step_with_faults(*args, step, **options):
@@ -68,7 +69,7 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
         due = [f for f in faults if (f.step, f.rank, f.attempt) == (step, rank, attempt)]
         now[:] = [f.action for f in due]
         newest = run.job.checkpoints_dir / f"step_{step // run.config.save_freq * run.config.save_freq:08d}"
-        while any(f.settled for f in due) and step >= run.config.save_freq and not newest.exists():
+        while any(f.settled for f in due) and step >= run.config.save_freq and not (newest / checkpoint.STATE).exists():
             time.sleep(0.01)
             pull(run.job.checkpoints_dir)
         if now:
@@ -86,7 +87,7 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
         if "full_disk" in now:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
         if "die_at_commit" in now:
-            checkpoint.os.rename = die
+            checkpoint.os.replace = die_at_commit
         result = train_step(*args, step=step, **options)
         if rank == 0:
             note(run.job.output_dir, "step")
@@ -96,7 +97,9 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
         loss = forward(self, *args, **options)
         return loss * torch.nan if "nan" in now else loss
 
-    def die(*paths):
+    def die_at_commit(source, target):
+        if Path(target).name != checkpoint.STATE:
+            return replace_file(source, target)
         os.kill(driver_pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -104,4 +107,4 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
     try:
         vla.train_loop_per_worker(loop_config)
     finally:
-        state.train_step, FlowLoss.forward, os.rename = train_step, forward, rename
+        state.train_step, FlowLoss.forward, os.replace = train_step, forward, replace_file

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ def record(folder: Path) -> dict[str, Any]:
         "evaluation": without_measured(json.loads(evaluation.read_text())) if evaluation.exists() else {},
         "saves": [saved(json.loads(path.read_text())) for path in states],
         "rows": {path.name: path.read_text().splitlines() for path in logs},
-        "tensors": {str(path.relative_to(folder)): tensor_digests(path) for path in tensors},
+        # An attempt's folder in a checkpoint is no part of what was computed.
+        "tensors": {
+            re.sub(r"/attempt-\d+/", "/", str(path.relative_to(folder))): tensor_digests(path) for path in tensors
+        },
     }
 
 

@@ -111,7 +111,7 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
     folder = run.job.checkpoints_dir / f"step_{run.job.steps:08d}"
     tensors = {TRAINABLE: trained.named(), OPTIMIZER: trained.state()}
     saved(folder, tensors, replace(run.job.start, step=run.job.steps))
-    assert load_file(folder / "trainable.safetensors").keys() == trained.named().keys()
+    assert load_file(folder / "attempt-00000" / "trainable.safetensors").keys() == trained.named().keys()
 
     files = {"environment.json": {"drawn": {"render": "egl"}}, **run.robots[0].files}
     spec = run.policy.select_robot(replace(run.robots[0], files=files))

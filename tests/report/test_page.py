@@ -175,6 +175,7 @@ def test_the_report_is_written_at_the_start_at_checkpoints_and_at_the_end(folder
         assert again.wait(60)
         again.clear()
         (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
+        (folder / "checkpoints" / "step_00000010" / "state.json").touch()
         assert again.wait(60)
         raise RuntimeError("a worker died")
     assert written == [[], ["step_00000010"], ["step_00000010"]]

@@ -193,7 +193,8 @@ def test_two_workers_are_one_with_twice_the_batch(finished, setting):
         found = train(run, RunRows(run)).named()
     line = log_of(run.job.output_dir)[1]
     assert {"eval_loss", "eval_loss_by_task"} <= line.keys() and "eval_loss_by_time" not in line
-    expected = load_file(latest_checkpoint(finished / "checkpoints") / f"{TRAINABLE}.safetensors")
+    stored = latest_checkpoint(finished / "checkpoints").rglob(f"{TRAINABLE}.safetensors")
+    expected = load_file(next(stored))
     start, _ = build_model(run.policy, torch.device("cpu"))
     assert found.keys() == expected.keys()
     for name, weights in found.items():

@@ -30,12 +30,11 @@ from vla_finetuning.run.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     load_progress,
-    partial_folder,
     prune,
     set_aside_damaged,
 )
 from vla_finetuning.run.folder import checkpoint_to_resume
-from vla_finetuning.run.recovery import recover_local_checkpoints
+from vla_finetuning.run.recovery import recover_local_checkpoints, unsent_folder
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 
 START = Progress(step=0, rows=0, stream={"seed": 0}, base={"digest": "x"}, mode="full", global_batch_size=8)
@@ -134,14 +133,14 @@ def test_a_checkpoint_is_read_on_another_machine(run, faults, tmp_path, monkeypa
 
 
 def test_a_node_with_too_small_a_disk_is_named_before_the_first_step(run, tmp_path, monkeypatch):
-    left = partial_folder(run / "checkpoints" / "step_00000008")
-    left.mkdir(parents=True)  # of an earlier attempt
+    left = unsent_folder(run / "checkpoints" / "step_00000008")
+    left.mkdir()  # of an earlier attempt
     free = SPARE_BYTES + 2 * 12 * 4
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 0, free))
     Training(run, 0)
     assert not left.exists(), "its space is free before it is looked at"
     writers = "vla_finetuning.training.checkpoint_writer.first_replica"
-    with monkeypatch.context() as sharded:  # the writers of other nodes write to other disks
+    with monkeypatch.context() as sharded:  # writers of other nodes, which look by themselves
         sharded.setattr(writers, lambda param: [0, 1, 2, 3])
         Training(run, 0)
     free -= 1
@@ -155,7 +154,7 @@ def test_ranks_wait_for_one_that_sends_as_long_as_a_slow_upload_takes(run, monke
     groups = []
     gloo = SimpleNamespace(new_group=lambda backend, timeout: groups.append(timeout.total_seconds()))
     monkeypatch.setattr("vla_finetuning.training.checkpoint_writer.dist", gloo)
-    monkeypatch.setattr("vla_finetuning.training.checkpoint_writer.SLOWEST_UPLOAD_BYTES_PER_S", 4)
+    monkeypatch.setattr("vla_finetuning.training.checkpoint_writer.SLOWEST_BYTES_PER_S", 4)
     Training(run, 0, timeout_s=600.0, world=2)
     assert groups == [60 + 600 + 2 * 12 * 4 / 4]
 
@@ -212,10 +211,9 @@ def test_an_attempt_that_is_over_cannot_commit(run, monkeypatch):
 
 
 def test_an_attempt_that_is_over_writes_nothing_on_a_disk(tmp_path):
-    """Neither where a later attempt of the run writes, nor in a run that was begun anew in its folder."""
+    """Neither beside a later attempt of the run, nor in a run that was begun anew in its folder."""
     (tmp_path / "checkpoints").mkdir()
     first, second = (Training(tmp_path, start_attempt(tmp_path, 0, 1)) for _ in range(2))
-    partial_folder(tmp_path / "checkpoints" / "step_00000004").mkdir()  # of the second
     message = rf"{tmp_path}: another process goes on with this run; step_00000004 is not written"
     with pytest.raises(RuntimeError, match=message):
         raise first.save(4)
@@ -286,7 +284,8 @@ def test_a_store_that_is_away_for_good(run, faults, tmp_path, monkeypatch):
     """The run stops, and goes on from what it leaves on the node, lines included."""
     training, error, step = stopped_by_the_store(run, faults)
     run = training.job.output_dir
-    (kept,) = {path.parent for path in tmp_path.rglob("*.safetensors")}
+    kept = unsent_folder(run / "checkpoints" / f"step_{step:08d}")
+    assert {path.parent.name for path in kept.rglob("*.safetensors")} == {"attempt-00000"}
     copied = shutil.copytree(kept, kept.with_name(f"{kept.name}_good"))  # by a user who wants to be sure of it
     assert f"the state of step {step} is in " in str(error) and str(kept) in str(error)
     assert latest_checkpoint(run / "checkpoints").name == "step_00000004"
@@ -299,7 +298,7 @@ def test_a_store_that_is_away_for_good(run, faults, tmp_path, monkeypatch):
     assert recover_local_checkpoints(training.job, ["a"], here) == step
     pull(run / "rows")
     assert read_lines(run / "rows" / "rank0.jsonl") == lines
-    assert {path.parent for path in tmp_path.rglob("*.safetensors")} == {copied}
+    assert {path for path in tmp_path.rglob("*.safetensors")} == {*copied.rglob("*.safetensors")}
     assert recover_local_checkpoints(training.job, ["a"], here) is None
     run = elsewhere(run, tmp_path / "other", monkeypatch)
     assert loaded(latest_checkpoint(run / "checkpoints")).step == step
@@ -348,20 +347,19 @@ def test_a_node_without_rank_0_keeps_its_files_until_a_newer_state_is_safe(run, 
     def left(step, *said, failing=()):
         outcome[:], barrier[:] = said, failing
         assert training.save(step) is None
-        return sorted({int(path.parent.name[-2:]) for path in tmp_path.rglob("*.safetensors")})
+        return sorted({int(path.parent.parent.name[-2:]) for path in tmp_path.rglob("*.safetensors")})
 
     def gone(group):
         raise RuntimeError("planted: rank 0 is gone")
 
-    kept, appeared, neither = (False, True), (True, False), (False, False)
+    kept, appeared, neither = ("kept",), ("stored",), (None,)
     faults.choose, training.job.timeouts = (
         lambda request: "503" if "attempt-" in request.url else None,
         Timeouts(store=1),
     )
     assert left(4, *kept) == [4]
-    assert left(8, *neither) == [4, 8] and left(8, *kept, failing=[gone]) == [4, 8]
+    assert left(8, *neither) == [4] and left(8, *kept, failing=[gone]) == [4, 8]
     assert left(8, *kept) == [8] and left(12, *kept) == [12]
-    assert {path.parent.name for path in tmp_path.rglob("unsent-1")} == {".partial_step_00000012"}
     faults.choose = lambda request: None
     assert left(16, *appeared) == []
     assert left(20, *kept) == [20]
@@ -396,6 +394,7 @@ def test_files_that_are_not_what_was_written(run, caplog):
         assert set_aside_damaged(run / "checkpoints").name == "step_00000004"
     assert "trainable.safetensors is missing or truncated" in caplog.text
     bucket.write(state, bucket.read(state).replace(b'"step": 4', b'"step": 5'))
+    pull(run := other_process(address(run)))
     assert latest_checkpoint(run / "checkpoints") is None
     assert {file, state} <= bucket.names(), "what is damaged is left for a person to look at"
     with pytest.raises(ValueError, match="no checkpoint that can be used, but that of step 8 was written"):
@@ -427,8 +426,8 @@ def test_checkpoints_are_copied_between_a_disk_and_a_bucket(run, tmp_path):
     from tests.run.test_checkpoint import made
 
     folder, bucket = made(tmp_path / "checkpoints", step=7), Bucket(address(run / "checkpoints"))
-    for file in folder.iterdir():
-        bucket.write(f"{folder.name}/{file.name}", file.read_bytes())
+    for file in folder.rglob("*.*"):
+        bucket.write(str(file.relative_to(folder.parent)), file.read_bytes())
     target = run / "checkpoints" / folder.name
     assert latest_checkpoint(run / "checkpoints") == target and load_progress(target) == load_progress(folder)
     training = Training(run, start_attempt(run, 7, 1))

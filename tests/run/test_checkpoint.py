@@ -92,7 +92,8 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path, writers):
     assert torch.equal(optimizer["exp_avg.a.weight"], weight * 2)
     numbers = [""] if writers == 1 else [f"-{n:05d}-of-{writers:05d}" for n in range(1, writers + 1)]
     files = {f"{kind}{number}.safetensors" for kind in (TRAINABLE, OPTIMIZER) for number in numbers}
-    assert {p.name for p in path.iterdir()} == {"state.json", *files}
+    assert {p.name for p in path.iterdir()} == {"state.json", "attempt-00000"}
+    assert {p.name for p in (path / "attempt-00000").iterdir()} == files
     assert checkpoint_names(path, OPTIMIZER) == {"exp_avg.a.weight"}
     only, _ = empty()
     load_checkpoint(path, only)
@@ -146,11 +147,19 @@ def test_a_policy_is_read_without_the_critic_beside_it(tmp_path):
 
 
 def test_what_a_dead_attempt_wrote_does_not_come_along(tmp_path):
-    path = tmp_path / "step_00000007"
-    rows = {TRAINABLE: {"a": Piece(torch.ones(1), (1,))}}
-    write_pieces(path, rows, 1, 2)
-    commit(path, PROGRESS, write_pieces(path, {TRAINABLE: {"a": Piece(torch.zeros(2), (0,))}}), 0)
-    assert sorted(p.name for p in path.iterdir()) == ["state.json", "trainable.safetensors"]
+    """Neither beside a later attempt's files, nor where no attempt wrote all."""
+    path, other = tmp_path / "step_00000007", tmp_path / "step_00000009"
+    write_pieces(path, {TRAINABLE: {"a": Piece(torch.ones(1), (1,))}}, 1, 2)
+    write_pieces(other, {TRAINABLE: {"a": Piece(torch.ones(1), (1,))}}, 1, 2)
+    whole = {TRAINABLE: {"a": Piece(torch.zeros(2), (0,))}}
+    commit(path, PROGRESS, write_pieces(path, whole, attempt=1), 1)
+    assert set_aside_damaged(tmp_path) == path
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.*")) == [
+        f"{path.name}/attempt-00001/trainable.safetensors",
+        f"{path.name}/state.json",
+    ]
+    with pytest.raises(RuntimeError, match="another process goes on with this run; step_00000007 is not written"):
+        commit(path, PROGRESS, write_pieces(path, whole), 0)
 
 
 def truncate(path: Path) -> None:
@@ -163,17 +172,18 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer.safetensors", checkpoint.STATE])
+@pytest.mark.parametrize("name", [f"attempt-00000/{TRAINABLE}.safetensors", checkpoint.STATE])
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(tmp_path, name, damage, caplog):
+def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is_taken(tmp_path, name, damage, caplog):
     before, newest = made(tmp_path, 5), made(tmp_path, 7)
     assert set_aside_damaged(tmp_path) == latest_checkpoint(tmp_path) == newest
     damage(newest / name)
     assert set_aside_damaged(tmp_path) == before
-    assert f"checkpoint {newest}: {name}" in caplog.text
+    is_gone = damage == Path.unlink and name == checkpoint.STATE
+    assert is_gone or f"checkpoint {newest}: {Path(name).name}" in caplog.text
     # Everybody else now finds the same, without reading it.
     assert latest_checkpoint(tmp_path) == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"damaged_{newest.name}", before.name]
+    assert (tmp_path / f"damaged_{newest.name}").exists() == (damage == flip and name != checkpoint.STATE)
 
 
 def test_a_crash_while_writing_leaves_nothing_that_counts(tmp_path, monkeypatch):
@@ -183,11 +193,10 @@ def test_a_crash_while_writing_leaves_nothing_that_counts(tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", dies)
+        patch.setattr(os, "replace", dies)
         with pytest.raises(KeyboardInterrupt):
             made(tmp_path, 7)
     assert latest_checkpoint(tmp_path) == before
-    assert len(list(tmp_path.iterdir())) == 2
     assert set_aside_damaged(tmp_path) == before
     assert list(tmp_path.iterdir()) == [before]
 
@@ -212,7 +221,7 @@ def test_one_that_cannot_be_read_is_none_of_those_that_are_kept(tmp_path, damage
     """It may be the newest by its name, and is left for a person to look at."""
     for step in (3, 4, 5, 8):
         made(tmp_path, step)
-    damage(tmp_path / "step_00000008" / "optimizer.safetensors")
+    damage(tmp_path / "step_00000008" / "attempt-00000" / "optimizer.safetensors")
     prune(tmp_path, keep=2, keep_best=0)
     assert sorted(checkpoints(tmp_path)) == [4, 5, 8]
     assert latest_checkpoint(tmp_path).name == "step_00000005"
@@ -250,7 +259,7 @@ def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, mo
     half = ((0.5, 0.25), (0.5, 0.25))
     whole = {1: half, 3: half, 4: ((0.25, 0.25),) * 2, 2: ((0.0, 0.0),) * 2}
     assert left(success=whole, waiting=lambda step: step == 5) == [3, 5, 6]
-    size = sum(file.stat().st_size for file in (tmp_path / "step_00000005").iterdir())
+    size = sum(file.stat().st_size for file in (tmp_path / "step_00000005").rglob("*.*"))
     assert checkpoint_sizes(tmp_path)[1] == size
     space = SimpleNamespace(free=2 * size + SPARE_BYTES)  # for two more of it
     monkeypatch.setattr(shutil, "disk_usage", lambda path: space)
@@ -351,8 +360,8 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog):
 
 
 def test_a_file_that_was_put_beside_is_not_read(tmp_path):
-    path = made(tmp_path)
-    shutil.copyfile(path / "trainable.safetensors", path / "trainable-00001-of-00002.safetensors")
+    stored = (path := made(tmp_path)) / "attempt-00000"
+    shutil.copyfile(stored / "trainable.safetensors", stored / "trainable-00001-of-00002.safetensors")
     with pytest.raises(ValueError, match=r"trainable-00001-of-00002.safetensors'\] are not of this checkpoint"):
         load_checkpoint(path, *empty())
 
@@ -374,7 +383,7 @@ ENTRY = {"bytes": 3, "sha256": "0" * 64}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 99}, "format 99, this version reads 2"),
+        ({"format": 99}, "format 99, this version reads 3"),
         ({"files": ...}, "no 'files'"),
         ({"files": None}, "'items'"),
         ({"files": [["trainable.safetensors", ENTRY]]}, "'items'"),
@@ -384,6 +393,7 @@ ENTRY = {"bytes": 3, "sha256": "0" * 64}
         ({"files": {"trainable.safetensors": {}}}, "no 'bytes'"),
         ({"files": {"trainable.safetensors": None}}, "not subscriptable"),
         ({"files": {"trainable.safetensors": {**ENTRY, "bytes": "3"}}}, "size and checksum of trainable.safetensors"),
+        ({"attempt": "../other"}, "attempt is '../other'"),
         ({"progress": ...}, "no 'progress'"),
         ({"progress": {**PROGRESS.__dict__, "step": "7"}}, "step is '7'"),
         ({"progress": {**PROGRESS.__dict__, "base": None}}, "base is None"),
@@ -408,7 +418,7 @@ files_of_any_form = json_values | st.dictionaries(
 def test_any_state_is_a_checkpoint_or_a_damaged_one(files, progress):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / checkpoint.STATE).write_text('{"format": 2}')
+        (folder / checkpoint.STATE).write_text('{"format": 3, "attempt": 0}')
         rewrite(folder, files=files, progress=progress)
         try:
             assert load_progress(folder) == PROGRESS and files == {}
@@ -469,8 +479,8 @@ def test_a_disk_that_fills_up_while_writing_leaves_nothing(tmp_path, monkeypatch
         path = disk / "step_00000001"
         with pytest.raises(OSError, match=r"checkpoint not written to .* \(0.00 GB needed\)"):
             write_pieces(path, {TRAINABLE: {"a": Piece(torch.zeros(10**6), (0,))}})
-        checkpoint.discard(path)
-        assert list(disk.iterdir()) == []
+        assert latest_checkpoint(disk) is set_aside_damaged(disk) is None
+        assert not list(disk.rglob("*.*"))
     finally:
         subprocess.run(["umount", disk], check=True)
 

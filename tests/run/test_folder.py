@@ -78,7 +78,7 @@ def test_a_run_that_was_trained_never_begins_again_at_step_0(tmp_path, name):
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path):
     start_attempt(tmp_path, 0, 2)
     written(tmp_path, "metrics.jsonl", '{"step": 3}\n')
-    (tmp_path / "checkpoints" / ".partial_step_00000005").mkdir(parents=True)
+    write_pieces(tmp_path / "checkpoints" / "step_00000005", {})
     (tmp_path / "pretrained_model").mkdir()
     assert checkpoint_to_resume(tmp_path) is None
     logged = "steps to 3 were logged, and those after 0 are done again"
@@ -100,7 +100,7 @@ def test_where_a_run_goes_on_is_said_as_it_is(tmp_path, caplog):
     written(tmp_path, "last_checkpoint.json", '{"step": 20, "attempt": 0}')
     written(tmp_path, "metrics.jsonl", '{"step": 20}\n')
     assert resumption(tmp_path) == "from step 20" and not caplog.text
-    (newest / "state.json").unlink()
+    (newest / "state.json").write_text("{")
     assert resumption(tmp_path) == (
         "from step 10; the checkpoint of step 20 was written, and cannot be used any more; steps to 20 were "
         "logged, and those after 10 are done again"

@@ -28,7 +28,7 @@ def test_a_run_in_parts_survives_a_kill_and_goes_on_as_one_worker_with_copies(se
     assert run_with(argv, Fault("kill", step=6), Fault("kill", step=10, attempt=1)) == 1
     checkpoints = sorted((folder / "checkpoints").glob("step_*"))
     assert [path.name for path in checkpoints] == ["step_00000004", "step_00000008"]
-    assert len(list(checkpoints[1].glob("trainable-0000?-of-00002.safetensors"))) == 2
+    assert len(list(checkpoints[1].rglob("trainable-0000?-of-00002.safetensors"))) == 2
 
     other = ["--scaling.strategy=ddp", "--scaling.num_workers=1", "--batch_size=6"]
     assert vla.main([f"--output_dir={folder}", "--resume", *other]) == 0

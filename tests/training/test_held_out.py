@@ -192,7 +192,7 @@ def test_the_best_by_the_held_out_loss_is_exported_in_averaged_weights(setting):
     )
     export_run(run)
     exported = load_file(run.job.output_dir / "pretrained_model" / "model.safetensors")
-    averages = load_file(kept[0] / "average.safetensors")
+    averages = load_file(kept[0] / "attempt-00000" / "average.safetensors")
     assert averages and all(torch.equal(exported[name.removeprefix("average.")], averages[name]) for name in averages)
 
 

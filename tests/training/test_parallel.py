@@ -297,7 +297,7 @@ def full_disk(run, rank, folder):
     writer.wait()
     error = str(worker.errors.get(timeout=60))
     dist.barrier()
-    return {"message": error, "left": [path.name for path in run.job.checkpoints_dir.iterdir()]}
+    return {"message": error, "left": [path.name for path in run.job.checkpoints_dir.rglob("*.*")]}
 
 
 class Branches(torch.nn.Module):
@@ -510,10 +510,11 @@ def test_a_part_that_cannot_be_written_fails_the_checkpoint_for_all(found):
 
 @pytest.mark.parametrize("strategy", SAVED)
 def test_a_checkpoint_is_safetensors_of_each_who_holds_a_part(found, strategy):
-    files = sorted(p.name for p in (found.folder / strategy / "checkpoints" / "step_00000002").iterdir())
+    checkpoint = found.folder / strategy / "checkpoints" / "step_00000002"
+    files = sorted(path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.*"))
     parts = [""] if strategy == "ddp" else ["-00001-of-00002", "-00002-of-00002"]
     kinds = [f"{kind}{part}.safetensors" for kind in ("average", "optimizer", "trainable") for part in parts]
-    assert files == sorted(["state.json", *kinds])
+    assert files == sorted(["state.json", *(f"attempt-00000/{name}" for name in kinds)])
 
 
 @pytest.mark.gate
@@ -531,7 +532,7 @@ def test_hsdp_shards_within_a_node_and_copies_across_nodes(found, of_four):
         between, last = hsdp["travels"]
         assert between == {} and last == {"reduce_scatter_base": 1 + seen["units"], "allreduce": 1 + seen["units"]}
         assert hsdp["replicas"] == [[0, 1], [2, 3]]
-    written = {path.name for path in (found.folder / "hsdp" / "checkpoints" / "step_00000002").glob("*.safetensors")}
+    written = {path.name for path in (found.folder / "hsdp" / "checkpoints" / "step_00000002").rglob("*.safetensors")}
     kinds = ("average", "optimizer", "trainable")
     assert written == {f"{kind}-0000{n}-of-00002.safetensors" for kind in kinds for n in (1, 2)}
 

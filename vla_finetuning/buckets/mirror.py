@@ -215,13 +215,16 @@ class Mirror:
                 if content is not None:  # None: deleted since the listing
                     self._send(entry, *content, only_if_unchanged)
 
-    def copy_changed(self, name: str, folder: Path) -> None:
-        """Copy files that this process changed below `name` into `folder`, with names relative to `name`."""
+    def keep_unsent(self, name: str, folder: Path) -> None:
+        """Copy files that this process changed below `name` into `folder`, and move tensors, which are not appended to.
+
+        Their names are relative to `name`.
+        """
         with self._lock:
             for entry in filter(self._is_changed, self._local(name)):
                 target = folder / _below(entry, name)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self.folder / entry, target)
+                (os.replace if entry.endswith(HEAVY_SUFFIX) else shutil.copyfile)(self.folder / entry, target)
 
     def remove(self, name: str) -> None:
         """Delete a file or folder locally and in the bucket."""
@@ -388,9 +391,15 @@ def read_stored(path: Path, span: tuple[int, int] | None = None) -> bytes:
 
 
 def keep_unsent(path: Path, folder: Path) -> None:
-    """Copy files that this process changed and has not sent into a folder of this node."""
+    """Keep files that this process changed and has not sent in a folder of this node, as `Mirror.keep_unsent`."""
     if located := mirror_of(path):
-        located[0].copy_changed(located[1], folder)
+        located[0].keep_unsent(located[1], folder)
+
+
+def abort_uploads(path: Path) -> None:
+    """Abort uploads below a path that dead processes left incomplete."""
+    if located := mirror_of(path):
+        located[0].store.abort_uploads(located[0].key_of(located[1]))
 
 
 def upload(folder: Path, names: Iterable[str], path: Path) -> None:
@@ -490,11 +499,6 @@ def scratch(path: Path) -> Path:
     folder = _folder_of_user() / hashlib.sha256(address(path).encode()).hexdigest()[:16]
     folder.mkdir(exist_ok=True)
     return folder
-
-
-def node_folder(path: Path) -> Path:
-    """Return this node's staging folder of a folder in a bucket; on a disk, the folder itself."""
-    return scratch(path) if mirror_of(path) else path
 
 
 @contextlib.contextmanager

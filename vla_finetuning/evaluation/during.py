@@ -39,9 +39,10 @@ from vla_finetuning.rollouts.player import Packed, PolicySource, check_fits, pac
 from vla_finetuning.rollouts.scheduler import NoCapacityError
 from vla_finetuning.rollouts.servers import SERVER_CPUS, STAGE_CPUS, play
 from vla_finetuning.run.attempts import attempts, trained_by
-from vla_finetuning.run.checkpoint import PREFIX, checkpoints, load_progress
+from vla_finetuning.run.checkpoint import checkpoints, load_progress
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATIONS, EVALUATIONS_NAME, METRICS_NAME, evaluations, prune_checkpoints
+from vla_finetuning.run.manifest import checkpoint_name
 from vla_finetuning.run.progress import print_above_bar, success_of
 from vla_finetuning.terminal import print_safe
 
@@ -174,7 +175,7 @@ class Evaluator:
 
     def _evaluate(self, step: int, options: EvalOptions) -> None:
         run, started = self._run, time.monotonic()
-        checkpoint = run.job.checkpoints_dir / f"{PREFIX}{step:08d}"
+        checkpoint = run.job.checkpoints_dir / checkpoint_name(step)
         load_progress(checkpoint)
         episodes = episode_list(["plain"], self._makers, options.n_episodes, run.policy.seed)
         environment = {"type": run.config.env_type, "options": run.config.env_options}

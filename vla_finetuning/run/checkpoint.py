@@ -2,18 +2,18 @@
 
 A checkpoint folder::
 
-    trainable.safetensors    trained parameters, by their names in the policy
-    optimizer.safetensors    Adam's state, `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`
-    average.safetensors      averages of trained parameters, `average.<name>`, with --ema.enable
-    state.json               step, rows trained, the stream of rows, the base policy, sizes and checksums
+    state.json                             step, rows trained, the stream of rows, the base policy, sizes and checksums
+    attempt-00003/trainable.safetensors    trained parameters, by their names in the policy
+    attempt-00003/optimizer.safetensors    Adam's state, `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`
+    attempt-00003/average.safetensors      averages of trained parameters, `average.<name>`, with --ema.enable
 
 With FSDP2, every process writes its shard: `trainable-00001-of-00008.safetensors` and so on. This is the layout of
 torch.distributed.checkpoint's safetensors storage, whose reader loads it into any number of processes. (Its default
 storage writes a pickle.)
 
-A folder gets its name in one rename, after its files have reached the disk. In a bucket, nodes upload files to a folder
-of the attempt, `step_00000200/attempt-00003/`; `state.json` names that folder and is written last. It never replaces
-the file of a later attempt. A checkpoint is void if a later attempt has resumed from an earlier step.
+Each attempt writes its own folder. A checkpoint exists when its `state.json` does, which is written last and names the
+attempt. It never replaces the file of a later attempt. A checkpoint is void if a later attempt has resumed from an
+earlier step.
 
 torch is imported where tensors are read or written, because processes of Ray that only read progress need not load it.
 Random generators have no state: noise, times and row order are functions of (seed, step) or of (seed, position).
@@ -37,19 +37,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from safetensors import SafetensorError
 
 from vla_finetuning.buckets.mirror import (
+    abort_uploads,
     address,
-    bucket_of,
     fetched,
     free_bytes,
-    mirror_of,
-    node_folder,
     pull,
+    push,
     read_stored,
     remove,
     sizes,
-    upload,
 )
-from vla_finetuning.buckets.store import ChangedError
+from vla_finetuning.buckets.store import ChangedError, StorageError
 from vla_finetuning.files import file_digest, let_others_read, write_json
 from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.run.attempts import ATTEMPTS_NAME, attempts, resumed_at
@@ -57,8 +55,6 @@ from vla_finetuning.run.manifest import (
     ATTEMPT_FOLDER,
     AVERAGE,
     OPTIMIZER,
-    PARTIAL,
-    PREFIX,
     STATE,
     TRAINABLE,
     Files,
@@ -142,8 +138,10 @@ class Staging:
         self._stager.close()
 
 
-def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number: int = 0, count: int = 1) -> Files:
-    """Write one process's files of the checkpoint `folder` to this node's disk; `commit` completes it.
+def write_pieces(
+    folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number: int = 0, count: int = 1, attempt: int = 0
+) -> Files:
+    """Write one process's files of the checkpoint `folder` to a disk, this node's for a bucket.
 
     `pieces` has tensors under TRAINABLE, OPTIMIZER and AVERAGE, by name. `number` is the index of this process among
     the `count` writers. Raises OSError for a full disk, and says how much was needed.
@@ -151,13 +149,13 @@ def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number
     from safetensors.torch import save_file
 
     needed = sum(piece.values.nbytes for group in pieces.values() for piece in group.values())
-    partial = partial_folder(folder)
-    require_space_to_write(folder, needed)
+    target = attempt_folder(folder, attempt)
+    require_space_to_write(target, needed)
     files: Files = {}
     try:
-        partial.mkdir(parents=True, exist_ok=True)
+        target.mkdir(parents=True, exist_ok=True)
         for group_name, group in pieces.items():
-            path = partial / _file_name(group_name, number, count)
+            path = target / _file_name(group_name, number, count)
             nonempty = {name: piece for name, piece in group.items() if piece.values.numel()}
             offsets = {name: {"saved_offsets": piece.offsets} for name, piece in nonempty.items()}
             save_file(
@@ -168,14 +166,10 @@ def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number
             let_others_read(path)
             files[path.name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
             _to_disk(path)
+        _to_disk(target)
     except (OSError, SafetensorError) as error:
         raise OSError(f"checkpoint not written to {address(folder)} ({needed / 1e9:.2f} GB needed): {error}") from error
     return files
-
-
-def send(folder: Path, files: Iterable[str], attempt: int) -> None:
-    """Upload this process's files of a checkpoint if `folder` is in a bucket. Raises StorageError."""
-    upload(partial_folder(folder), files, folder / ATTEMPT_FOLDER.format(attempt))
 
 
 def commit(folder: Path, progress: Progress, files: Files, attempt: int) -> None:
@@ -183,34 +177,24 @@ def commit(folder: Path, progress: Progress, files: Files, attempt: int) -> None
 
     Raises RuntimeError: a checkpoint of a later attempt exists. StorageError: the store refuses or does not answer.
     """
-    if mirror_of(folder):
-        _put_manifest(folder, progress, files, attempt)
-        return
-    partial = partial_folder(folder)
-    for path in partial.iterdir():
-        if path.name not in files:  # of an attempt that died while writing
-            path.unlink()
-    write_json(partial / STATE, manifest(progress, files))
-    _to_disk(partial / STATE)
+    path, partial = folder / STATE, folder / f".{STATE}"
+    pull(path)
+    with contextlib.suppress(OSError, ValueError):
+        if parsed(path.read_text())["attempt"] > attempt:
+            raise superseded(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(partial, manifest(progress, files, attempt))
     _to_disk(partial)
-    # An existing one was written by an attempt that was taken for failed.
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(partial, folder)
-    _to_disk(folder.parent)
-
-
-def _put_manifest(folder: Path, progress: Progress, files: Files, attempt: int) -> None:
-    (store, key), tag = bucket_of(folder / STATE), ""
-    with contextlib.suppress(FileNotFoundError):
-        content, tag = store.get(key)
-        with contextlib.suppress(ValueError):
-            if parsed(content).get("attempt", -1) > attempt:
-                raise superseded(folder)
-    state = manifest(progress, files, attempt=attempt, folder=ATTEMPT_FOLDER.format(attempt))
+    os.replace(partial, path)
+    for parent in (folder, folder.parent):
+        _to_disk(parent)
     try:
-        store.put(key, json.dumps(state, indent=2).encode() + b"\n", tag)
-    except ChangedError as error:
-        raise superseded(folder) from error
+        push(path, only_if_unchanged=True)
+    except StorageError as error:
+        path.unlink(missing_ok=True)  # else a later sync would send it
+        if isinstance(error, ChangedError):
+            raise superseded(folder) from error
+        raise
 
 
 def superseded(folder: Path) -> RuntimeError:
@@ -219,27 +203,9 @@ def superseded(folder: Path) -> RuntimeError:
     return RuntimeError(f"{url}: another process goes on with this run; {folder.name} is not written")
 
 
-def discard(folder: Path) -> None:
-    """Remove this node's files of an uncommitted checkpoint, or of one that is in the bucket."""
-    shutil.rmtree(partial_folder(folder), ignore_errors=True)
-
-
-def partial_folder(folder: Path) -> Path:
-    """Return the folder on this node's disk for files of the checkpoint `folder` before its commit."""
-    return node_folder(folder.parent) / (PARTIAL + folder.name)
-
-
-def unsent(checkpoints: Path) -> dict[int, Path]:
-    """Return this node's folders with files of uncommitted checkpoints, by step."""
-    folders = node_folder(checkpoints).glob(f"{PARTIAL}{PREFIX}*")
-    return {step: path for path in folders if (step := step_of(path.name.removeprefix(PARTIAL))) is not None}
-
-
-def forget_unsent(checkpoints: Path, before: float = math.inf) -> None:
-    """Remove this node's files of uncommitted checkpoints of steps less than `before`."""
-    for step, path in unsent(checkpoints).items():
-        if step < before:
-            shutil.rmtree(path, ignore_errors=True)
+def attempt_folder(folder: Path, attempt: int) -> Path:
+    """Return the folder of an attempt's files of the checkpoint `folder`."""
+    return folder / ATTEMPT_FOLDER.format(attempt)
 
 
 def _file_name(group_name: str, number: int, count: int) -> str:
@@ -265,19 +231,27 @@ def load_checkpoint(
     """
     kinds = {TRAINABLE: trainable, OPTIMIZER: optimizer, AVERAGE: average}
     requested = {group_name: tensors for group_name, tensors in kinds.items() if tensors is not None}
-    with on_disk(folder, tuple(requested)) as local:
-        return _load(local, requested)
+    state = _state(folder)
+    stored = attempt_folder(folder, state["attempt"])
+    files = {name: written for name, written in state["files"].items() if name.startswith(tuple(requested))}
+
+    def check(target: Path) -> None:
+        for name, written in files.items():
+            if file_digest(target / name) != written["sha256"]:
+                raise ValueError(f"checkpoint {address(folder)}: {name} has changed since it was written")
+
+    with fetched(stored, files.__contains__, check) as local:
+        _load(folder, local, files, requested)
+    return Progress(**state["progress"])
 
 
-def _load(folder: Path, requested: Mapping[str, Mapping[str, Tensor]]) -> Progress:
+def _load(folder: Path, local: Path, files: Iterable[str], requested: Mapping[str, Mapping[str, Tensor]]) -> None:
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.checkpoint.api import CheckpointException
 
-    state = _state(folder)
-    inside = folder / state.get("folder", "")
     try:
         for group_name, tensors in requested.items():
-            saved = _names(folder, state, group_name)
+            saved = _names(local, files, group_name)
             if group_name == AVERAGE and not saved:
                 raise ValueError("it was written without an average of the weights: start without --ema.enable")
             if group_name == TRAINABLE and not any(name.startswith(CRITIC) for name in tensors):
@@ -288,53 +262,33 @@ def _load(folder: Path, requested: Mapping[str, Mapping[str, Tensor]]) -> Progre
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each process loads by itself
             everything = {name: tensor for tensors in requested.values() for name, tensor in tensors.items()}
-            load(everything, storage_reader=HuggingFaceStorageReader(str(inside)), no_dist=True)
+            load(everything, storage_reader=HuggingFaceStorageReader(str(local)), no_dist=True)
     except (OSError, SafetensorError, ValueError, CheckpointException) as error:
         reason: BaseException = error
         if isinstance(error, CheckpointException):  # has an error and a traceback by rank
             reason = next(iter(error.failures.values()))[0]
         # The next attempt may read the disk, but the content of a damaged file stays.
         raised = OSError if isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError) else ValueError
-        raise raised(f"checkpoint {folder}: cannot be read: {reason}") from error
-    return Progress(**state["progress"])
-
-
-def on_disk(folder: Path, kinds: tuple[str, ...]) -> contextlib.AbstractContextManager[Path]:
-    """Yield a checkpoint's folder on a disk; download the files of `kinds` if it is in a bucket.
-
-    Raises ValueError: a file has changed since it was written. StorageError: the store does not answer.
-    """
-    state = _state(folder)
-    files = {name: written for name, written in state["files"].items() if name.startswith(kinds)}
-    attempt, inside = state.get("attempt", 0), state.get("folder", "")
-
-    def check(target: Path) -> None:
-        for name, written in files.items():
-            if file_digest(target / inside / name) != written["sha256"]:
-                raise ValueError(f"checkpoint {address(folder)}: {name} has changed since it was written")
-        write_json(target / STATE, manifest(Progress(**state["progress"]), files, attempt=attempt, folder=inside))
-
-    return fetched(folder, {f"{inside}/{name}".lstrip("/") for name in files}.__contains__, check)
+        raise raised(f"checkpoint {address(folder)}: cannot be read: {reason}") from error
 
 
 def checkpoint_names(folder: Path, group_name: str) -> set[str]:
     """Return the names of tensors under TRAINABLE, OPTIMIZER or AVERAGE. Raises ValueError for a damaged checkpoint."""
     state = _state(folder)
     try:
-        return _names(folder, state, group_name)
+        return _names(attempt_folder(folder, state["attempt"]), state["files"], group_name)
     except (OSError, ValueError) as error:
         raise ValueError(f"checkpoint {address(folder)}: cannot be read: {error}") from error
 
 
-def _names(folder: Path, state: Mapping[str, Any], group_name: str) -> set[str]:
+def _names(stored: Path, files: Iterable[str], group_name: str) -> set[str]:
     """Read the headers of safetensors files: their length in 8 bytes, and JSON."""
     names: set[str] = set()
-    for file in (name for name in state["files"] if name.startswith(group_name)):
-        path = folder / state.get("folder", "") / file
-        length = int.from_bytes(read_stored(path, (0, 8)), "little")
+    for file in (name for name in files if name.startswith(group_name)):
+        length = int.from_bytes(read_stored(stored / file, (0, 8)), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"{file}: its header has {length} bytes")
-        names |= json.loads(read_stored(path, (8, 8 + length))).keys() - {"__metadata__"}
+        names |= json.loads(read_stored(stored / file, (8, 8 + length))).keys() - {"__metadata__"}
     return names
 
 
@@ -350,59 +304,51 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def set_aside_damaged(folder: Path) -> Path | None:
-    """Return the newest checkpoint with correct checksums, or None.
+    """Return the newest usable checkpoint, or None. Call it in one process, while no process writes.
 
-    Checksums of a checkpoint in a bucket are compared when it is read. A damaged checkpoint is renamed to
-    `damaged_...`, so that later searches do not read it. Half-written ones are removed. Call it in one process, while
-    no process writes.
+    Void checkpoints, and files that no `state.json` names, are removed. A checkpoint on a disk with a wrong checksum is
+    renamed to `damaged_...`, so that later searches do not read it; those of a bucket are compared when they are read.
     """
-    if mirror_of(folder):
-        _sweep(folder)
-        return latest_checkpoint(folder)
-    if folder.is_dir():
-        for path in folder.glob(PARTIAL + "*"):
-            shutil.rmtree(path, ignore_errors=True)
-    for path in _newest_first(folder):
-        try:
-            state = _state(path)
-            for name, written in state["files"].items():
-                if file_digest(path / state.get("folder", "") / name) != written["sha256"]:
-                    raise ValueError(f"checkpoint {path}: {name} has changed since it was written")
-            return path
-        except ValueError as error:
-            shutil.rmtree(folder / (DAMAGED + path.name), ignore_errors=True)
-            os.rename(path, folder / (DAMAGED + path.name))
-            logger.warning("%s; it is set aside as %s", error, DAMAGED + path.name)
-    return None
+    _sweep(folder)
+    while (newest := latest_checkpoint(folder)) is not None:
+        state = _state(newest)
+        files = {attempt_folder(newest, state["attempt"]) / name: file for name, file in state["files"].items()}
+        changed = [path.name for path, file in files.items() if path.is_file() and file_digest(path) != file["sha256"]]
+        if not changed:
+            break
+        aside = folder / (DAMAGED + newest.name)
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(newest, aside)
+        logger.warning(
+            "checkpoint %s: %s has changed since it was written; it is set aside as %s", newest, changed[0], aside.name
+        )
+    return newest
 
 
 def _sweep(folder: Path) -> None:
-    """Remove void checkpoints and incomplete uploads from a bucket. Call it in one process."""
-    store, key = bucket_of(folder)
-    states: dict[str, dict[str, Any] | None] = {}
-    for path in _newest_first(folder):
-        try:
-            states[path.name] = parsed((path / STATE).read_text())
-        except (OSError, ValueError):
-            states[path.name] = None  # kept for the user to inspect
-            continue
-        if _void_after(states[path.name] or {}, path) is not None:
-            remove(path)
-            del states[path.name]
-    stale = []
+    """Remove void checkpoints, files that no `state.json` names, and incomplete uploads."""
+    pull(folder)
+    stored: dict[Path, set[str]] = {}
     for name in sizes(folder):
         step, _, inside = name.partition("/")
-        state = states.get(step, {})
-        if state is not None and inside.startswith("attempt-") and inside.partition("/")[0] != state.get("folder"):
-            stale.append(f"{key}/{name}")
-    store.delete(stale)
-    store.abort_uploads(key)
+        if step_of(step) is not None:
+            stored.setdefault(folder / step, set()).add(inside.partition("/")[0])
+    for path, names in stored.items():
+        try:
+            state = parsed((path / STATE).read_text()) if STATE in names else None
+        except (OSError, ValueError):  # kept for the user to inspect
+            continue
+        if state is None or _void_after(state, path) is not None:
+            remove(path)
+            continue
+        for name in names - {STATE, ATTEMPT_FOLDER.format(state["attempt"])}:
+            if name.startswith("attempt-"):
+                remove(path / name)
+    abort_uploads(folder)
 
 
 def _void_after(state: Mapping[str, Any], path: Path) -> int | None:
     """Return the earlier step that a later attempt resumed from, which makes the checkpoint void; else None."""
-    if "attempt" not in state:
-        return None
     output_dir = path.parent.parent
     pull(output_dir / ATTEMPTS_NAME)
     counts = resumed_at(attempts(output_dir), state["attempt"])
@@ -441,7 +387,7 @@ def prune(
 
 
 def checkpoint_sizes(folder: Path) -> list[int]:
-    """Return the bytes of each checkpoint in a folder on this disk."""
+    """Return the bytes of each checkpoint in a folder."""
     return [_size(path) for path in _newest_first(folder)]
 
 
@@ -471,7 +417,7 @@ def _may_wait(path: Path, waiting: Callable[[int], bool]) -> bool:
 
 
 def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.iterdir())
+    return sum(sizes(path).values())
 
 
 def _step(path: Path) -> int:
@@ -521,17 +467,23 @@ def check_base(saved: Progress, base: Mapping[str, Any]) -> None:
 
 
 def require_space_to_write(folder: Path, needed_bytes: int) -> None:
-    """Raise OSError if the disk for a checkpoint has no space for `needed_bytes`."""
+    """Raise OSError if the disk to which a checkpoint is written, this node's for a bucket, lacks `needed_bytes`."""
     other = "--output_dir, or TMPDIR on this node for a run in a bucket"
-    require_space(partial_folder(folder).parent, needed_bytes, "a checkpoint", other)
+    require_space(folder, needed_bytes, "a checkpoint", other, lambda existing: shutil.disk_usage(existing).free)
 
 
-def require_space(folder: Path, needed_bytes: int, purpose: str, other: str = "--output_dir") -> None:
+def require_space(
+    folder: Path,
+    needed_bytes: int,
+    purpose: str,
+    other: str = "--output_dir",
+    free_at: Callable[[Path], float] = free_bytes,
+) -> None:
     """Raise OSError if the disk of `folder` has no space for `needed_bytes`. `other`: options that choose the disk."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
-    free = free_bytes(existing)
+    free = free_at(existing)
     if free < needed_bytes + SPARE_BYTES:
         raise OSError(
             f"no space for {purpose} in {folder}: {needed_bytes / 1e9:.2f} GB needed (and {SPARE_BYTES / 1e9:.2f} GB "
@@ -540,11 +492,9 @@ def require_space(folder: Path, needed_bytes: int, purpose: str, other: str = "-
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """Return folders with names of checkpoints by step, the oldest first, readable or not."""
-    if not folder.is_dir():
-        return {}
-    folders = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None}
-    return dict(sorted(folders.items()))
+    """Return checkpoints by step, the oldest first, readable or not."""
+    folders = ((step_of(path.parent.name), path.parent) for path in folder.glob(f"*/{STATE}"))
+    return dict(sorted((step, path) for step, path in folders if step is not None))
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -561,7 +511,7 @@ def _state(folder: Path) -> dict[str, Any]:
         raise ValueError(f"checkpoint {url}: {STATE} is missing or damaged ({error})") from error
     if (counts := _void_after(state, folder)) is not None:
         raise ValueError(f"checkpoint {url}: void, a later attempt went on from step {counts} without it")
-    files = sizes(folder / state.get("folder", ""))
+    files = sizes(attempt_folder(folder, state["attempt"]))
     for name, written in state["files"].items():
         if files.get(name) != written["bytes"]:
             raise ValueError(f"checkpoint {url}: {name} is missing or truncated")

@@ -11,17 +11,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 TRAINABLE, OPTIMIZER, AVERAGE, STATE = "trainable", "optimizer", "average", "state.json"
-FORMAT = 2
-PREFIX = "step_"
-PARTIAL = ".partial_"
+FORMAT = 3
 FILE_NAME = rf"({TRAINABLE}|{OPTIMIZER}|{AVERAGE})(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors"
-# In a bucket, the folder of an attempt's files of a checkpoint, next to `state.json`.
+# Folder of an attempt's files of a checkpoint, next to `state.json`.
 ATTEMPT_FOLDER = "attempt-{:05d}"
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
+    return f"step_{step:08d}"
 
 
 def step_of(name: str) -> int | None:
     """Return the step in the name of a checkpoint's folder, or None for another name."""
-    return int(name.removeprefix(PREFIX)) if re.fullmatch(rf"{PREFIX}[0-9]+", name) else None
+    return int(name.removeprefix("step_")) if re.fullmatch("step_[0-9]+", name) else None
 
 
 @dataclass
@@ -55,9 +58,9 @@ PROGRESS_TYPES = {
 Files = dict[str, dict[str, Any]]
 
 
-def manifest(progress: Progress, files: Files, **more: Any) -> dict[str, Any]:
-    """Return the content of `state.json`. `more`: in a bucket, the `attempt` that wrote it, and its `folder`."""
-    state = {"format": FORMAT, "files": files, "progress": asdict(progress), **more}
+def manifest(progress: Progress, files: Files, attempt: int) -> dict[str, Any]:
+    """Return the content of `state.json` of a checkpoint that an attempt wrote."""
+    state = {"format": FORMAT, "files": files, "progress": asdict(progress), "attempt": attempt}
     return {**state, "sha256": _digest(state)}
 
 
@@ -86,9 +89,8 @@ def _check_form(state: Mapping[str, Any]) -> None:
             raise ValueError(f"{name!r:.100} is no file of a checkpoint")
         if type(written["bytes"]) is not int or type(written["sha256"]) is not str:
             raise ValueError(f"size and checksum of {name} are {written!r:.100}")
-    attempt, folder = state.get("attempt", 0), state.get("folder", "")
-    if type(attempt) is not int or folder not in ("", ATTEMPT_FOLDER.format(attempt)):
-        raise ValueError(f"folder is {folder!r:.100} of attempt {attempt!r:.100}")
+    if type(state["attempt"]) is not int:
+        raise ValueError(f"attempt is {state['attempt']!r:.100}")
     progress = asdict(Progress(**state["progress"]))
     for name, expected in PROGRESS_TYPES.items():
         if type(progress[name]) not in expected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import math
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ray.train
 import torch
@@ -20,30 +21,27 @@ from ray.train import CheckpointUploadMode
 from torch import Tensor
 
 from util import TrainableOptimizer
-from vla_finetuning.buckets.mirror import address, mirror_of, push
+from vla_finetuning.buckets.mirror import address, keep_unsent, push, release, remove, upload
 from vla_finetuning.buckets.store import ChangedError, StorageError, StoreAwayError, within
 from vla_finetuning.run.attempts import attempts, is_newest, resumed_at
 from vla_finetuning.run.checkpoint import (
     AVERAGE,
     OPTIMIZER,
-    STATE,
     TRAINABLE,
     Files,
     Piece,
     Progress,
     Staging,
+    attempt_folder,
     commit,
-    discard,
-    forget_unsent,
-    partial_folder,
     require_space_to_write,
-    send,
     superseded,
     write_pieces,
 )
 from vla_finetuning.run.folder import checkpoint_written
 from vla_finetuning.run.job import Job
-from vla_finetuning.run.recovery import keep_manifest, keep_small_files
+from vla_finetuning.run.manifest import checkpoint_name
+from vla_finetuning.run.recovery import forget_unsent, keep_manifest, unsent_folder
 from vla_finetuning.training.parallel import first_replica, is_sharded, shard_of
 from vla_finetuning.training.worker import Worker
 
@@ -51,8 +49,10 @@ logger = logging.getLogger(__name__)
 
 # A shorter notice does not leave time to write another checkpoint.
 SHORTEST_NOTICE_S = 10.0
-# Slowest upload to a bucket, and slowest write to a disk, for which other ranks wait.
-SLOWEST_UPLOAD_BYTES_PER_S, SLOWEST_WRITE_BYTES_PER_S = 2**20, 20 * 2**20
+# What became of a checkpoint: stored, kept on nodes, or neither, which ends the attempt.
+Outcome = Literal["stored", "kept"] | None
+# Slowest write or upload of a checkpoint for which other ranks wait.
+SLOWEST_BYTES_PER_S = 5 * 2**20
 
 
 class CheckpointWriter:
@@ -88,15 +88,13 @@ class CheckpointWriter:
             # covers a write, or an upload with retries, by one rank while the others have nothing to send.
             tensors = [tensor for named in self._state().values() for tensor in named.values()]
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            slowest = SLOWEST_UPLOAD_BYTES_PER_S if mirror_of(job.output_dir) else SLOWEST_WRITE_BYTES_PER_S
-            timeout_s = job.timeouts.collective + job.timeouts.store + size / slowest
+            timeout_s = job.timeouts.collective + job.timeouts.store + size / SLOWEST_BYTES_PER_S
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._staging: Staging | None = None
         if self._rank in self._writers:
             shards = {name: piece.values for group in self._shards().values() for name, piece in group.items()}
-            # In a bucket, the disk is this node's.
-            sharing = min(len(self._writers), worker.local_world) if mirror_of(job.output_dir) else len(self._writers)
-            needed = sharing * sum(shard.nbytes for shard in shards.values())
+            # Of this node's writers; the driver has checked a disk that all share (`folder.own_folder`).
+            needed = min(len(self._writers), worker.local_world) * sum(shard.nbytes for shard in shards.values())
             require_space_to_write(job.checkpoints_dir / "step", needed)
             self._staging = Staging(shards)
         self._idle = threading.Event()
@@ -129,7 +127,7 @@ class CheckpointWriter:
     def save(self, progress: Progress) -> None:
         """Begin to write a checkpoint of the current state. Every rank must call it."""
         started = time.monotonic()
-        name = f"step_{progress.step:08d}"
+        name = checkpoint_name(progress.step)
         self.wait()
         self._idle.clear()
         copies = self._copies()
@@ -198,14 +196,12 @@ class CheckpointWriter:
             with within(limit_s if progress.step == self._job.steps else limit_s / 10):
                 written = self._write_pieces(folder, copies)
                 reports = self._gather(written)
-                appeared = False
-                try:
-                    if self._rank == 0:
-                        appeared = self._finish(folder, progress, reports, started)
-                finally:
-                    self._remove_local(folder, progress.step, appeared)
-            if written.error is not None and not isinstance(written.error, StorageError):
-                raise written.error
+                outcome, error = self._finish(folder, progress, reports, started) if self._rank == 0 else (None, None)
+                self._tidy(folder, progress.step, outcome)
+            if error is None and not isinstance(written.error, StorageError):
+                error = written.error
+            if error is not None:
+                raise error
         finally:
             self._idle.set()
         return ray.train.Checkpoint.from_directory(Path(ray_checkpoint.path) / name)
@@ -214,18 +210,22 @@ class CheckpointWriter:
         """Write and send this rank's pieces and its logs. Return any error to `_finish`."""
         files: Files = {}
         error: Exception | None = None
+        stored = attempt_folder(folder, self._attempt)
         try:
             if resumed_at(attempts(self._job.output_dir), self._attempt) is not None:
-                raise superseded(folder)  # before it writes to the folder of a later attempt
-            if self._rank in self._writers:
-                files = write_pieces(folder, copies, self._writers.index(self._rank), len(self._writers))
-            push(self._job.output_dir)
-            send(folder, files, self._attempt)
+                raise superseded(folder)
+            try:
+                push(self._job.output_dir)
+            finally:  # what is not sent is kept on this node
+                if self._rank in self._writers:
+                    number, count = self._writers.index(self._rank), len(self._writers)
+                    files = write_pieces(folder, copies, number, count, self._attempt)
+            upload(stored, files, stored)
         except ChangedError:  # this process no longer owns its own files
             error = superseded(folder)
         except Exception as raised:
             error = raised
-        return _Written(files, error, f"{socket.gethostname()}:{partial_folder(folder)}")
+        return _Written(files, error, f"{socket.gethostname()}:{unsent_folder(folder)}")
 
     def _gather(self, written: _Written) -> list[_Written]:
         """Return, on rank 0, the reports of all ranks in order; on other ranks, their own."""
@@ -235,29 +235,27 @@ class CheckpointWriter:
         dist.gather_object(written, reports or None, group=self._group)
         return reports or [written]
 
-    def _remove_local(self, folder: Path, step: int, appeared: bool) -> None:
-        """Remove this node's files of a checkpoint that has `appeared` (valid on rank 0), and of earlier ones."""
-        # Neither is true for a checkpoint that ends the attempt.
-        is_kept = self._rank == 0 and not appeared and (partial_folder(folder) / STATE).exists()
+    def _tidy(self, folder: Path, step: int, outcome: Outcome) -> None:
+        """Keep what was not stored on this node, and forget earlier checkpoints; `outcome` is valid on rank 0."""
+        outcomes = [outcome]
         if self._group is not None:
-            outcome = [appeared, is_kept]
-            dist.broadcast_object_list(outcome, group=self._group)
-            appeared, is_kept = outcome
-        if not (appeared or is_kept):
-            return
-        if appeared:
-            discard(folder)
-        else:
-            keep_small_files(folder, self._rank)
+            dist.broadcast_object_list(outcomes, group=self._group)
+        (outcome,) = outcomes
+        if outcome == "kept":
+            keep_unsent(self._job.output_dir, unsent_folder(folder))
             if self._group is not None:
                 try:
-                    dist.barrier(self._group)  # raises if rank 0 failed
-                except RuntimeError:  # another rank failed, and reports its error
+                    dist.barrier(self._group)  # raises if a rank failed, which reports its error
+                except RuntimeError:
                     return
-        forget_unsent(folder.parent, before=step)
+        release(attempt_folder(folder, self._attempt))
+        if outcome is not None:
+            forget_unsent(folder.parent, before=step)
 
-    def _finish(self, folder: Path, progress: Progress, reports: list[_Written], started: float) -> bool:
-        """Commit the checkpoint, or raise a rank's error. Return False if the store failed."""
+    def _finish(
+        self, folder: Path, progress: Progress, reports: list[_Written], started: float
+    ) -> tuple[Outcome, Exception | None]:
+        """Commit the checkpoint. Return what became of it, and the error that ends the attempt."""
         errors = [report.error for report in reports if report.error is not None]
         files = {name: file for report in reports for name, file in report.files.items()}
         try:
@@ -268,21 +266,25 @@ class CheckpointWriter:
             commit(folder, progress, files, self._attempt)
         except StorageError as error:
             keep_manifest(folder, progress, files, self._attempt)
-            self._give_up(progress, reports, error, started)
-            return False
-        except OSError:
-            discard(folder)
-            raise
+            return "kept", self._give_up(progress, reports, error, started)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                remove(attempt_folder(folder, self._attempt))
+            return None, error
+        except Exception as error:
+            return None, error
         self._failing_since = self._store_error = None
         try:
             checkpoint_written(self._job.output_dir, progress.step, self._attempt)
             self._prune()
         except Exception as error:  # the new checkpoint is committed
             logger.warning("%s is written; old checkpoints are not deleted: %s", folder.name, error)
-        return True
+        return "stored", None
 
-    def _give_up(self, progress: Progress, reports: list[_Written], error: StorageError, started: float) -> None:
-        """Continue without this checkpoint, or raise after VLA_STORE_TIMEOUT_S without any."""
+    def _give_up(
+        self, progress: Progress, reports: list[_Written], error: StorageError, started: float
+    ) -> StoreAwayError | None:
+        """Continue without this checkpoint, or return the error after VLA_STORE_TIMEOUT_S without any."""
         self._failing_since = started if self._failing_since is None else self._failing_since
         since_s = time.monotonic() - self._failing_since
         places = ", ".join(sorted({report.place for report in reports if report.files}))
@@ -293,12 +295,13 @@ class CheckpointWriter:
             "if there is one"
         )
         if since_s >= self._job.timeouts.store or progress.step == self._job.steps:
-            raise self._store_error
+            return self._store_error
         logger.warning(
             "the checkpoint of step %d was not stored; training continues, and stops if none is stored for %.0f s "
             "(%.0f s so far): %s",
             *(progress.step, self._job.timeouts.store, since_s, error),
         )
+        return None
 
 
 class _Written(NamedTuple):

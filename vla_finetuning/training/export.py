@@ -12,7 +12,7 @@ from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
-from vla_finetuning.buckets.mirror import address, mirror_of, push, release, remove
+from vla_finetuning.buckets.mirror import address, push, release, remove
 from vla_finetuning.files import write_json
 from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.options.programs import Config
@@ -31,7 +31,6 @@ from vla_finetuning.run.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     load_progress,
-    on_disk,
 )
 from vla_finetuning.run.job import Job
 
@@ -55,16 +54,15 @@ def _trained_policy(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolic
     adapted = add_adapters(policy, peft, spec.seed) if peft.enabled else None
     tensors = policy.state_dict() | family_of(spec.config).training_state()
 
-    def targets(folder: Path, group_name: str, prefix: str = "") -> dict[str, Tensor]:
-        names = {n for n in checkpoint_names(folder, group_name) if not n.startswith(CRITIC)}  # not part of the policy
+    def targets(group_name: str, prefix: str = "") -> dict[str, Tensor]:
+        names = {name for name in checkpoint_names(checkpoint, group_name) if not name.startswith(CRITIC)}
         if foreign := sorted(name for name in names if name.removeprefix(prefix) not in tensors):
-            raise ValueError(f"checkpoint {folder}: it is of another policy, and holds {foreign[:5]}")
+            raise ValueError(f"checkpoint {checkpoint}: it is of another policy, and holds {foreign[:5]}")
         return {name: tensors[name.removeprefix(prefix)] for name in names}
 
-    with on_disk(checkpoint, (TRAINABLE, AVERAGE)) as folder:
-        load_checkpoint(folder, targets(folder, TRAINABLE))
-        if spec.ema.enable:  # averages exist for parameters; buffers come from TRAINABLE
-            load_checkpoint(folder, None, average=targets(folder, AVERAGE, "average."))
+    load_checkpoint(checkpoint, targets(TRAINABLE))
+    if spec.ema.enable:  # averages exist for parameters; buffers come from TRAINABLE
+        load_checkpoint(checkpoint, None, average=targets(AVERAGE, "average."))
     return policy, adapted
 
 
@@ -144,8 +142,7 @@ def exported_config(spec: PolicySpec) -> PreTrainedConfig:
 @contextlib.contextmanager
 def _export_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to write a policy to; then upload the files of a run in a bucket, and remove them here."""
-    if mirror_of(path):
-        remove(path)
+    remove(path)
     try:
         yield path
         push(path)
