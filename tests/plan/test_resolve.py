@@ -26,6 +26,7 @@ from vla_finetuning.options.command_line import EVALUATE, SERVE, parse_args, par
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.plan import base_policy
 from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.record import record_run
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.loading import load_policy, make_policy_config
 from vla_finetuning.policies.pipelines import make_processors
@@ -236,6 +237,10 @@ def test_weights_by_a_power_of_the_frames(setting, second, tmp_path, power):
     shares = frames ** float(power) / (frames ** float(power)).sum() * frames.sum()
     assert np.abs(np.array(run.rows.identity["rows_per_source"]) - shares).max() < 1
     assert re.search(rf" {Path(root).name} +- +{frames[0]:g} +{frames[0] ** float(power):g} ", describe(run))
+    job = replace(run.job, output_dir=tmp_path)
+    record_run(job, run.policy, "", {}, run.rows)
+    weights = [dataset["weight"] for dataset in json.loads((tmp_path / "run.json").read_text())["datasets"]]
+    assert weights == (frames ** float(power)).tolist()  # for the card, in the order of the datasets
     mix = tmp_path / "mix.yaml"
     mix.write_text(f"power: {power}\nmembers:\n  - root: {root}\n    exclude_episodes: [0]\n  - root: {second}\n")
     again = plan(setting, f"--dataset.mixture=@{mix}", root=False)

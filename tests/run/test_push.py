@@ -63,7 +63,7 @@ def finished(tmp_path):
     files = {
         "config.json": config.to_json(),
         "run.json": {
-            "datasets": [{**dataset, "robot_type": HOSTILE, "train_episodes": 5, "eval_episodes": 2}],
+            "datasets": [{**dataset, "robot_type": HOSTILE, "train_episodes": 5, "eval_episodes": 2, "weight": 2.5}],
             "policy": {
                 **{"type": "pi05", "base": "/home/me/secret_place/base", "revision": None},
                 **{"parameters": 12345, "trainable": 678},
@@ -104,7 +104,7 @@ def test_everything_arrives_with_a_card(server, finished):
         "12,345 parameters 678 were trained",
         "`bins`",
         "7 episodes, 54 frames at 10 fps",
-        "5 episodes, 2 held out",
+        "5 episodes, 2 held out; weight 2.5",
         "over 31 held-out frames",
         "| mean action | 2 | 1.000 |\n| before training | 3 | 1.500 |\n| trained | 0.5 | 0.250 |\n",
         "40 optimizer steps, 320 samples, 1.25 epochs",

@@ -46,8 +46,9 @@ def record_run(
             "robot_type": meta.robot_type,
             "train_episodes": len(train),
             "eval_episodes": len(held_out),
+            "weight": rows.selection.weights[number] if rows and rows.selection.weights else None,
         }
-        for meta, train, held_out in episodes
+        for number, (meta, train, held_out) in enumerate(episodes)
     ]
     facts = {
         "datasets": datasets,

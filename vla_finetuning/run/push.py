@@ -22,7 +22,6 @@ from vla_finetuning.buckets.mirror import address, as_path, contents, fetched, p
 from vla_finetuning.data.hub import explaining_errors
 from vla_finetuning.files import read_json, read_lines, write_whole
 from vla_finetuning.options.job import CONFIG_NAME
-from vla_finetuning.options.mixture import members
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY, ROBOT_NAME
 from vla_finetuning.run.exported import POLICY_DIR, WEIGHTS_NAME, exported_robots, held_out_errors
 from vla_finetuning.run.failures import root_cause
@@ -193,7 +192,6 @@ def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
             for dataset in facts["datasets"]
         ],
         revision=config["dataset"]["revision"] if on_hub else None,
-        weights=[member.weight for member in members(config["dataset"]["mixture"])],
         base=_as_code(base if base_on_hub else _last_name(base)) if base else None,
         base_revision=facts["policy"]["revision"],
         parameters=facts["policy"]["parameters"],
