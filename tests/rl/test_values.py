@@ -247,6 +247,12 @@ def test_the_report_shows_curves_beside_frames(finished):
     assert "episode 5, failure" in text
 
 
+def test_labels_of_an_earlier_version_are_shown_without_scores(finished, tmp_path):
+    pq.write_table(pq.read_table(finished / LABELS_NAME).replace_schema_metadata(None), tmp_path / LABELS_NAME)
+    shown = section.values_section(tmp_path)
+    assert shown["labels"] == [] and len(shown["episodes"]) == 6
+
+
 def test_advantages_that_know_the_outcome_do_not_count():
     """Of the frames within the horizon of an episode's end; of values those of the last frames count."""
     rng, length = np.random.default_rng(0), np.array([4, 6, 5, 3])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.data.limits import MAX_DATA_BYTES
@@ -30,13 +31,13 @@ def values_section(folder: Path) -> dict[str, Any] | None:
     if not (folder / LABELS_NAME).is_file():
         return None
     with open_parquet(LocalFileSystem(), str(folder / LABELS_NAME)) as file:
-        scores = json.loads(file.schema_arrow.metadata[b"scores"])
+        scores = json.loads((file.schema_arrow.metadata or {}).get(b"scores", "{}"))  # earlier versions wrote none
         table = read_columns(file, COLUMNS, Budget("frames", MAX_DATA_BYTES))
-    columns = {name: table[name].to_numpy() for name in COLUMNS}
+    columns = {name: table[name].to_numpy() for name in COLUMNS[1:]}
     episodes: list[dict[str, Any]] = []
     problem = None
     try:
-        episodes.extend(_episodes(columns))
+        episodes.extend(_episodes(table["dataset"], columns))
     except (ValueError, OSError) as error:
         problem = f"Not all episodes could be shown: {error}"
     return {
@@ -58,13 +59,13 @@ def advantages_chart(advantage: np.ndarray, success: np.ndarray) -> str:
     return figures.to_svg(chart, "Distribution of advantages of successful and of failed episodes")
 
 
-def _episodes(columns: Mapping[str, np.ndarray]) -> Iterator[dict[str, Any]]:
+def _episodes(root: pa.ChunkedArray, columns: Mapping[str, np.ndarray]) -> Iterator[dict[str, Any]]:
     """Draw SHOWN episodes of each outcome, failures and held-out episodes first."""
     first, dataset = np.flatnonzero(columns["frame_index"] == 0), cache(load_metadata)
     order = np.lexsort([~columns["held_out"][first], columns["success"][first]])
     shown = [n for outcome in (False, True) for n in order[columns["success"][first[order]] == outcome][:SHOWN]]
     for start, end in zip(first[shown], np.append(first[1:], len(columns["value"]))[shown], strict=True):
-        episode, meta = int(columns["episode_index"][start]), dataset(str(columns["dataset"][start]))
+        episode, meta = int(columns["episode_index"][start]), dataset(root[int(start)].as_py())
         seconds = np.arange(end - start) / meta.fps
         title = f"episode {episode}, {'success' if columns['success'][start] else 'failure'}"
         lines = {name: (seconds, columns[name][start:end]) for name in ("value", "return")}
