@@ -199,8 +199,11 @@ def test_given_again_it_is_done_and_another_evaluation_does_not_replace_it(recor
         assert "exists and is not empty" in capsys.readouterr().err
     about = read_json(folder / "meta" / "environment.json")
     assert about["evaluation"]["environment"]["type"] == "two_bins" and about["evaluation"]["errors"] == 0
-    # Of an episode that was an error when the dataset was written, and is none now.
     other = shutil.copytree(folder, tmp_path / "fewer")
+    del about["evaluation"]["errors"]  # as earlier versions wrote it
+    write_json(other / "meta" / "environment.json", about)
+    assert evaluate.main([*record, f"--eval.record_dataset={other}"]) == 0
+    # Of an episode that was an error when the dataset was written, and is none now.
     about["evaluation"]["errors"] = 1
     write_json(other / "meta" / "environment.json", about)
     assert evaluate.main([*record, f"--eval.record_dataset={other}"]) == 1

@@ -223,7 +223,7 @@ def is_recorded(root: Path, about: Mapping[str, Any], flag: str = "--eval.record
     """Return whether a folder holds the dataset of `record_played`. Raises ValueError if it holds something else."""
     if is_free(root, flag):
         return False
-    stored = read_json(root / "meta" / ENVIRONMENT_NAME).get("evaluation", {})
+    stored = {"errors": 0, **read_json(root / "meta" / ENVIRONMENT_NAME).get("evaluation", {})}
     if not json.loads(json.dumps(about)).items() <= stored.items():
         raise ValueError(
             f"{flag}={root} exists and is not empty, and not of exactly these episodes: name a new folder, or remove it"
