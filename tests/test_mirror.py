@@ -354,18 +354,24 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(url, monkeypatch):
         pass
 
 
-def test_an_export_that_fails_leaves_nothing(url):
+def test_an_export_replaces_the_one_before_when_it_is_whole(url, tmp_path):
     path, bucket = as_path(url) / "pretrained_model", Bucket(url)
     bucket.write("pretrained_model/old.safetensors", b"of the export before")
-    with pytest.raises(RuntimeError, match="planted"), _export_folder(path) as made:
-        made.mkdir()
-        (made / "model.safetensors").touch()
-        raise RuntimeError("planted")
-    assert not made.exists() and bucket.names() == set()
-    with _export_folder(path) as made:
-        made.mkdir()
-        (made / "config.json").write_text("{}")
-    assert bucket.names() == {"pretrained_model/config.json"} and not made.exists()
+    on_disk = tmp_path / "run" / "pretrained_model"
+    on_disk.mkdir(parents=True)
+    on_disk.with_name(".pretrained_model").mkdir()  # of a process that was killed
+    (on_disk / "old.safetensors").touch()
+    for target in (path, on_disk):
+        with pytest.raises(RuntimeError, match="planted"), _export_folder(target) as made:
+            made.mkdir(parents=True)
+            raise RuntimeError("planted")
+    assert bucket.names() == {"pretrained_model/old.safetensors"} and (on_disk / "old.safetensors").exists()
+    for target in (path, on_disk):
+        with _export_folder(target) as made:
+            made.mkdir(parents=True)
+            (made / "config.json").write_text("{}")
+    assert bucket.names() == {"pretrained_model/config.json"} and not path.exists()
+    assert [*on_disk.parent.rglob("*.*")] == [on_disk / "config.json"]
 
 
 def test_robots_of_an_export_are_found_by_listings(url, faults, tmp_path):

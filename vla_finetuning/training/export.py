@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -141,12 +143,16 @@ def exported_config(spec: PolicySpec) -> PreTrainedConfig:
 
 @contextlib.contextmanager
 def _export_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to write a policy to; then upload the files of a run in a bucket, and remove them here."""
-    remove(path)
+    """Yield a folder to write a policy to; then replace an earlier policy, and upload that of a run in a bucket."""
+    hidden = path.with_name(f".{path.name}")
+    shutil.rmtree(hidden, ignore_errors=True)  # of a process that was killed
     try:
-        yield path
+        yield hidden / path.name
+        remove(path)
+        os.replace(hidden / path.name, path)
         push(path)
     finally:
+        shutil.rmtree(hidden, ignore_errors=True)
         release(path)
 
 
