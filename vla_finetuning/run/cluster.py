@@ -389,8 +389,6 @@ def _probe_nodes(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
 
 def on_nodes[T](functions: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     """Call a function on each node by its id, and return the results. Raises errors of the functions."""
-    if len(alive_nodes()) == 1:  # this one
-        return {node: function() for node, function in functions.items()}
     try:
         return {node: ray.get(answer) for node, answer in _call_on_nodes(functions).items()}
     except RayTaskError as error:

@@ -13,12 +13,11 @@ from ray.data import ExecutionOptions
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
-from vla_finetuning.buckets.mirror import push
+from vla_finetuning.buckets.mirror import mirror_of, push
 from vla_finetuning.buckets.store import StoreAwayError, limit_retries
 from vla_finetuning.plan.resolve import Run, with_stats
 from vla_finetuning.plan.statistics import check_run_statistics
 from vla_finetuning.run import cluster
-from vla_finetuning.run.attempts import attempts
 from vla_finetuning.run.checkpoint import load_progress
 from vla_finetuning.run.failures import NEARLY_NONE_S, StopRetrying, cause_of
 from vla_finetuning.run.folder import checkpoint_to_resume, stopping_on_signals
@@ -86,7 +85,7 @@ def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: 
 
 def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_line, *, unit: str = "step") -> bool:
     """Train until the last step, or until a checkpoint after SIGTERM or Ctrl-C. Return whether all steps are done."""
-    if attempts(job.output_dir):
+    if mirror_of(job.output_dir):
         recover_local_checkpoints(job, [node["NodeID"] for node in cluster.alive_nodes()], cluster.on_nodes)
     push(job.output_dir)
     trained: Future[Any] = Future()
