@@ -73,6 +73,10 @@ def test_a_run_that_was_trained_never_begins_again_at_step_0(tmp_path, name):
         checkpoint_to_resume(tmp_path)
     newest = checkpoint(tmp_path, 4)
     assert checkpoint_to_resume(tmp_path) == newest
+    (newest / "state.json").write_text('{"format": 2}')
+    written(tmp_path, "last_checkpoint.json", '{"step": 4, "attempt": 0}')
+    with pytest.raises(ValueError, match=r"step 4 was .*format 2, .*finish the run with the version that began it"):
+        checkpoint_to_resume(tmp_path)
 
 
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path):

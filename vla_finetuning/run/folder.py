@@ -74,6 +74,7 @@ from vla_finetuning.run.checkpoint import (
     require_space,
 )
 from vla_finetuning.run.lease import LOCK_NAME, drive, is_lost
+from vla_finetuning.run.manifest import checkpoint_name
 from vla_finetuning.terminal import print_safe
 
 METRICS_NAME, LOG_NAME, ROWS_NAME = "metrics.jsonl", "run.log", "rows"
@@ -126,10 +127,15 @@ def checkpoint_to_resume(output_dir: Path) -> Path | None:
     """
     newest = latest_checkpoint(output_dir / CHECKPOINTS_NAME)
     if newest is None and (step := _last_written(output_dir)):
+        reason = ""
+        try:
+            load_progress(output_dir / CHECKPOINTS_NAME / checkpoint_name(step))
+        except ValueError as error:
+            reason = f", {error}"
         raise ValueError(
             f"--resume: {address(output_dir / CHECKPOINTS_NAME)} has no checkpoint that can be used, but that of step "
-            f"{step} was written ({LAST_CHECKPOINT_NAME}). The run would begin at step 0 and replace what was trained: "
-            "put a checkpoint back, or begin anew in another --output_dir, or in this one after "
+            f"{step} was written ({LAST_CHECKPOINT_NAME}{reason}). The run would begin at step 0 and replace what was "
+            "trained: put a checkpoint back, or begin anew in another --output_dir, or in this one after "
             f"{address(output_dir)} is moved or removed"
         )
     return newest

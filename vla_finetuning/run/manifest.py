@@ -69,7 +69,9 @@ def parsed(text: str | bytes) -> dict[str, Any]:
     try:
         state = json.loads(text)
         if state["format"] != FORMAT:
-            raise ValueError(f"format {state['format']}, this version reads {FORMAT}")
+            raise ValueError(
+                f"format {state['format']}, this version reads {FORMAT}: finish the run with the version that began it"
+            )
         if state.pop("sha256") != _digest(state):
             raise ValueError("its checksum is another")
         _check_form(state)
