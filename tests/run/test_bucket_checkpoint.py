@@ -322,6 +322,22 @@ def test_what_a_node_has_kept_is_no_use_without_the_others(run, faults, tmp_path
         recover_local_checkpoints(training.job, ["a"], here)
 
 
+def test_a_kill_while_a_node_moves_what_it_keeps(run, faults, monkeypatch):
+    """What was kept before stays, and no `state.json` names files that are not kept."""
+    training = Training(run, start_attempt(run, 0, 1))
+    faults.choose, training.job.timeouts = lambda request: "503", Timeouts(store=10)
+    assert training.save(4) is None
+
+    def killed(path, folder):
+        raise OSError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vla_finetuning.training.checkpoint_writer.keep_unsent", killed)
+        assert str(training.save(8)) == "planted"
+    faults.choose = lambda request: None
+    assert recover_local_checkpoints(training.job, ["a"], here) == 4
+
+
 def test_what_a_node_has_kept_is_void_when_the_run_went_on_without(run, faults, tmp_path):
     training, _, _ = stopped_by_the_store(run, faults)
     run = training.job.output_dir

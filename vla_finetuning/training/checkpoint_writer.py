@@ -197,7 +197,7 @@ class CheckpointWriter:
                 written = self._write_pieces(folder, copies)
                 reports = self._gather(written)
                 outcome, error = self._finish(folder, progress, reports, started) if self._rank == 0 else (None, None)
-                self._tidy(folder, progress.step, outcome)
+                self._tidy(folder, progress, reports, outcome)
             if error is None and not isinstance(written.error, StorageError):
                 error = written.error
             if error is not None:
@@ -235,7 +235,7 @@ class CheckpointWriter:
         dist.gather_object(written, reports or None, group=self._group)
         return reports or [written]
 
-    def _tidy(self, folder: Path, step: int, outcome: Outcome) -> None:
+    def _tidy(self, folder: Path, progress: Progress, reports: list[_Written], outcome: Outcome) -> None:
         """Keep what was not stored on this node, and forget earlier checkpoints; `outcome` is valid on rank 0."""
         outcomes = [outcome]
         if self._group is not None:
@@ -243,29 +243,33 @@ class CheckpointWriter:
         (outcome,) = outcomes
         if outcome == "kept":
             keep_unsent(self._job.output_dir, unsent_folder(folder))
-            if self._group is not None:
-                try:
-                    dist.barrier(self._group)  # raises if a rank failed, which reports its error
-                except RuntimeError:
-                    return
+            try:
+                self._meet()
+                if self._rank == 0:  # last, when all nodes have the files that it names
+                    keep_manifest(folder, progress, _files_of(reports), self._attempt)
+                self._meet()
+            except RuntimeError:  # of a rank that failed, which reports its error
+                return
         release(attempt_folder(folder, self._attempt))
         if outcome is not None:
-            forget_unsent(folder.parent, before=step)
+            forget_unsent(folder.parent, before=progress.step)
+
+    def _meet(self) -> None:
+        if self._group is not None:
+            dist.barrier(self._group)
 
     def _finish(
         self, folder: Path, progress: Progress, reports: list[_Written], started: float
     ) -> tuple[Outcome, Exception | None]:
         """Commit the checkpoint. Return what became of it, and the error that ends the attempt."""
         errors = [report.error for report in reports if report.error is not None]
-        files = {name: file for report in reports for name, file in report.files.items()}
         try:
             for error in sorted(errors, key=lambda error: isinstance(error, StorageError)):
                 raise error
             if not is_newest(self._job.output_dir, self._attempt):
                 raise superseded(folder)
-            commit(folder, progress, files, self._attempt)
+            commit(folder, progress, _files_of(reports), self._attempt)
         except StorageError as error:
-            keep_manifest(folder, progress, files, self._attempt)
             return "kept", self._give_up(progress, reports, error, started)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -310,3 +314,7 @@ class _Written(NamedTuple):
     files: Files
     error: Exception | None
     place: str
+
+
+def _files_of(reports: list[_Written]) -> Files:
+    return {name: file for report in reports for name, file in report.files.items()}
