@@ -39,6 +39,7 @@ from vla_finetuning.rl.loop import GrpoState, callbacks_for
 from vla_finetuning.rl.recording import check_episodes, pending_dataset, record_rollouts
 from vla_finetuning.rl.resolve import INITIAL_STATES_NAME, GrpoRun, describe_grpo, resolve_grpo
 from vla_finetuning.run import cluster
+from vla_finetuning.run.checkpoint import set_aside_damaged
 from vla_finetuning.run.exported import POLICY_DIR, policy_problem
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATION_NAME
@@ -60,6 +61,8 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[GrpoRun]]) -> Non
 
 def train(run: GrpoRun, worker: Worker) -> bool:
     """Train from the newest checkpoint to the end of the run; return False if a stop was requested before."""
+    if worker.rank == 0:
+        set_aside_damaged(run.job.checkpoints_dir)
     return vla.train(run, worker, state_class=GrpoState, attached=callbacks_for).finished
 
 

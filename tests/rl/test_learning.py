@@ -114,7 +114,7 @@ def train(run, rank=0, world=1):
 
 def saved(run):
     newest = latest_checkpoint(run.job.checkpoints_dir)
-    return {name: value for file in newest.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {name: value for file in newest.rglob("*.safetensors") for name, value in load_file(file).items()}
 
 
 def metrics(run):
@@ -127,8 +127,12 @@ def test_four_iterations_are_two_and_a_resume_and_two_bit_for_bit(base, tmp_path
     changes = {"grpo.kl": 0.01, "seed": 14, "grpo.resample": 1}
     whole, lines = train(resolved(base, tmp_path / "whole", **changes, **{"grpo.iterations": 4}))
     train(resolved(base, tmp_path / "parts", **changes))
+    left = tmp_path / "parts" / "checkpoints" / "step_00000003" / "attempt-00000" / "trainable.safetensors"
+    left.parent.mkdir(parents=True)
+    left.touch()  # by a process that was killed while it wrote
     parts, lines_in_parts = train(resolved(base, tmp_path / "parts", **changes, **{"grpo.iterations": 4}))
     assert all(torch.equal(whole[name], parts[name]) for name in whole) and lines == lines_in_parts
+    assert not left.exists()
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4] and lines[4]["episodes"] == 72
     assert [line["step"] for line in lines if "held_out_episodes" in line] == [0, 2, 4]
     start = resolved(base, tmp_path / "whole", **changes).policy.start().state_dict()

@@ -9,6 +9,7 @@ from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -146,13 +147,18 @@ def test_a_policy_is_read_without_the_critic_beside_it(tmp_path):
             load_checkpoint(path, trainable, optimizer)
 
 
-def test_what_a_dead_attempt_wrote_does_not_come_along(tmp_path):
+def test_what_a_dead_attempt_wrote_does_not_come_along(tmp_path, monkeypatch):
     """Neither beside a later attempt's files, nor where no attempt wrote all."""
     path, other = tmp_path / "step_00000007", tmp_path / "step_00000009"
     write_pieces(path, {TRAINABLE: {"a": Piece(torch.ones(1), (1,))}}, 1, 2)
     write_pieces(other, {TRAINABLE: {"a": Piece(torch.ones(1), (1,))}}, 1, 2)
     whole = {TRAINABLE: {"a": Piece(torch.zeros(2), (0,))}}
     commit(path, PROGRESS, write_pieces(path, whole, attempt=1), 1)
+    with monkeypatch.context() as busy:  # as a network drive with a file that a dead process has open
+        busy.setattr(checkpoint, "remove", Mock(side_effect=OSError("Directory not empty")))
+        assert set_aside_damaged(tmp_path) == path
+    (tmp_path / ".removed_step_00000003").mkdir()  # of a process that was killed while it deleted
+    (tmp_path / ".removed_step_00000003" / "trainable.safetensors").touch()
     assert set_aside_damaged(tmp_path) == path
     assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.*")) == [
         f"{path.name}/attempt-00001/trainable.safetensors",

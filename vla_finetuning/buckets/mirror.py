@@ -56,6 +56,8 @@ MARKS = ("config.json", "state.json", "tracking.json", "finished.json")
 # Suffixes of SQLite's journals. SQLite applies one that it finds to the database, which may be newer.
 JOURNALS = ("-journal", "-wal")
 HEAVY_FOLDERS, HEAVY_SUFFIX = ("rows", "rollouts", "pretrained_model", "adapter"), ".safetensors"
+# A folder on a disk gets this prefix before its files are deleted.
+REMOVED = ".removed_"
 # Files of other processes to pull: all, only those directly in the folder, or none.
 Pulls = Literal["all", "top"] | None
 
@@ -444,7 +446,7 @@ def remove(path: Path) -> None:
     if located := mirror_of(path):
         located[0].remove(located[1])
     elif path.is_dir():
-        hidden = path.with_name(f".partial_{path.name}")
+        hidden = path.with_name(REMOVED + path.name)
         shutil.rmtree(hidden, ignore_errors=True)
         os.rename(path, hidden)
         shutil.rmtree(hidden)

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from safetensors import SafetensorError
 
 from vla_finetuning.buckets.mirror import (
+    REMOVED,
     abort_uploads,
     address,
     fetched,
@@ -339,12 +340,22 @@ def _sweep(folder: Path) -> None:
         except (OSError, ValueError):  # kept for the user to inspect
             continue
         if state is None or _void_after(state, path) is not None:
-            remove(path)
+            _remove_old(path)
             continue
         for name in names - {STATE, ATTEMPT_FOLDER.format(state["attempt"])}:
             if name.startswith("attempt-"):
-                remove(path / name)
+                _remove_old(path / name)
+    for hidden in folder.rglob(f"{REMOVED}*"):
+        shutil.rmtree(hidden, ignore_errors=True)
     abort_uploads(folder)
+
+
+def _remove_old(path: Path) -> None:
+    """Remove a checkpoint or files of one; log a failure, which must not end training."""
+    try:
+        remove(path)
+    except OSError as error:
+        logger.warning("old checkpoint %s could not be deleted (%s); training goes on", address(path), error)
 
 
 def _void_after(state: Mapping[str, Any], path: Path) -> int | None:
@@ -378,12 +389,8 @@ def prune(
     threshold = bounds[ranked[keep_best - 1]][0] if 0 < keep_best < len(ranked) else (math.inf, math.inf)
     undecided = {_step(path) for path, (least, most) in bounds.items() if least < most and most >= threshold}
     for path in ranked[keep_best:]:
-        if _may_wait(path, undecided.__contains__):
-            continue
-        try:
-            remove(path)
-        except OSError as error:
-            logger.warning("old checkpoint %s could not be deleted (%s); training goes on", address(path), error)
+        if not _may_wait(path, undecided.__contains__):
+            _remove_old(path)
 
 
 def checkpoint_sizes(folder: Path) -> list[int]:
