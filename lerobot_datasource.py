@@ -201,11 +201,6 @@ class LeRobotDatasource(Datasource):
         sizes = [sum(_frame_bytes(*frames[key]) for key in frames.keys() & meta.features) for meta in self.metas]
         return int(episodes.length @ np.array(sizes)[episodes.dataset_index]) // self.shards
 
-    @property
-    def distinct_frames(self) -> int:
-        """Return the number of different rows that a node reads in an epoch."""
-        return int(self.plan.episodes.length.sum()) // self.shards
-
     def block(self) -> int:
         """Return the rows of a block of this projection; they divide those of a window unless they are prescribed."""
         max_rows = max(1, min(self._window, BLOCK_BYTES // self.row_bytes()))

@@ -38,7 +38,6 @@ from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.plan import show_plan
 from vla_finetuning.training.state import Callback, LoopState, TrainState
 from vla_finetuning.training.stream import LazyPickle, TrainingData
-from vla_finetuning.training.vision_features import CachedFeatures
 from vla_finetuning.training.worker import RayWorker, Worker
 
 # ---- data: Ray Data tasks, on CPUs --------------------------------------------------------------------------------
@@ -123,7 +122,6 @@ def callbacks_for(run: Run, state: TrainState) -> list[Callback]:
     return [
         attach.WorkDone(state),
         *([attach.RowLog(state)] if config.run.record_rows else []),
-        *([CachedFeatures(state)] if train.feature_cache is not None else []),
         *([attach.ExactMean()] if train.averages_step else []),
         attach.StopFile(),
         attach.NonfiniteSteps(),

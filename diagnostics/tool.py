@@ -185,7 +185,7 @@ def with_stub_stats(run: Run) -> Run:
 
 
 def host_batches(run: Run, schedule: RankSchedule, batches: int) -> Iterator[Batch]:
-    """Read and prepare a rank's first batches in this process as in training, but without cached features."""
+    """Read and prepare a rank's first batches in this process, as in training."""
     rows = run.rows
     prepare, source = make_prepare(run.policy, rows), rows.source()
     transforms = [*input_transforms(rows, run.policy), *training_transforms(run)]

@@ -127,7 +127,7 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         (["--dataset.root=,", "--preset=demo"], "which data"),
         *(
             ([*DATA, f"--{name}=s3://b/x"], f"--{name}=s3://b/x: expected a folder on each node's own disk")
-            for name in ("dataset.cache_dir", "dataset.frame_cache", "train.feature_cache")
+            for name in ("dataset.cache_dir", "dataset.frame_cache")
         ),
         ([DATA[0], DATA[2]], "which policy"),
         (DATA[:2], "where to"),
@@ -388,6 +388,7 @@ def test_what_is_left_blank_in_a_file_of_a_mixture_is_not_given(tmp_path):
         ({"policy": {"type": "act"}, "dataset": {}, "wandb": {}}, "of lerobot-train, .* --output_dir FOLDER --resume"),
         ({"batch_sise": 3}, "batch_sise is no option; did you mean batch_size"),
         ({"dataset": {"rot": "/d"}}, "dataset.rot is no option; did you mean dataset.root"),
+        ({"train": {"feature_cache": "/f"}}, "train.feature_cache is no option; delete its line"),
         ({"batch_size": "3"}, '--batch_size="3": expected a whole number'),
         ({"batch_size": True}, "--batch_size=true: expected a whole number"),
         ({"train": {"mode": "all"}}, "expected one of heads, expert, full"),
@@ -401,7 +402,7 @@ def test_a_file_of_options_is_checked_as_flags_are(tmp_path, changed, message):
         parse_args([*DATA, f"--config_path={path}"])
 
 
-def test_every_option_of_a_run_is_saved_and_comes_back(started):
+def test_every_option_of_a_run_is_saved_and_comes_back(started, tmp_path):
     """With values other than their defaults, those that no flag sets by itself among them; flags change them."""
     given = {
         "scaling.num_workers": "2,8", "keep_best": "2,success", "env.type": "two_bins", "env.a": "b",
@@ -413,6 +414,10 @@ def test_every_option_of_a_run_is_saved_and_comes_back(started):
     assert (first.keep_best, first.keep_best_by) == (2, "success")
     assert parse_args(resume) == replace(first, resume=True)
     assert parse_args([*resume, "--grad_accum=2"]) == replace(first, resume=True, grad_accum=2)
+    saved = first.to_json()
+    saved["train"]["feature_cache"] = None  # as earlier versions wrote an option that is gone
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(saved))
+    assert parse_args(resume) == replace(first, resume=True)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "much"])

@@ -2,10 +2,8 @@
 
 # With --dataset.on_error=skip: true for rows that could not be read.
 IS_SKIPPED = "is_skipped"
-# With a feature cache: true for cameras whose features are not cached, (B, cameras).
-FEATURES_MISSING = "features_missing"
 # Columns that identify a row and its position in a run's stream. They stay on the host.
-ROW_COLUMNS = ("dataset_index", "index", "position", IS_SKIPPED, FEATURES_MISSING)
+ROW_COLUMNS = ("dataset_index", "index", "position", IS_SKIPPED)
 # The instruction in UTF-8, for policies whose forward reads text. Stays on the host.
 TASK_BYTES = "task_bytes"
 HOST_COLUMNS = (*ROW_COLUMNS, TASK_BYTES)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 # Size of a cache on each node, in 10^9 bytes. CACHE_GB is for bytes from object stores, and holds a few of LeRobot's
-# larger datasets. FRAME_CACHE_GB is for decoded frames (16 per hour of three 224x224 cameras at 10 Hz), and features.
+# larger datasets. FRAME_CACHE_GB is for decoded frames (16 per hour of three 224x224 cameras at 10 Hz).
 CACHE_GB, FRAME_CACHE_GB = 100.0, 200.0
 
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))

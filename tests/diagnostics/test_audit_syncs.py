@@ -88,7 +88,7 @@ def test_callbacks_wait_for_nothing(tmp_path, one_step):
     root = make_dataset(tmp_path / "dataset", episodes=(12, 9, 10), cameras={"observation.images.top": (48, 64)})
     attached = {
         **{"run.record_rows": "true", "train.exact_mean": "true", "dataset.on_error": "skip", "ema.enable": "true"},
-        **{"train.feature_cache": tmp_path / "features", "save_every_s": 3600, "dataset.eval_split": 0.3},
+        **{"save_every_s": 3600, "dataset.eval_split": 0.3},
     }
 
     def found(**options):

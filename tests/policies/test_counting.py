@@ -86,9 +86,6 @@ def test_work_of_the_real_smolvla(tmp_path):
     config = smolvla_config(real, 3, **sizes, **options)
     assert family_of(config).tokens(config, 3) == 3 * 64 + 48 + 1 + 50
     assert flops_per_sample(config, 3, "expert") == pytest.approx(756e9, rel=0.05)
-    assert flops_per_sample(config, 3, "expert", features=True) == pytest.approx(110e9, rel=0.05)
-    # In bfloat16 123 kB, where the frame at 512 x 512 takes 786.
-    assert family_of(config).feature_shapes(config) == dict.fromkeys(config.image_features, (64, 960))
 
 
 def test_operations_of_all_lengths_follow_from_three():

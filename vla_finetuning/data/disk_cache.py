@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 import xxhash
@@ -316,27 +316,26 @@ def disk_cache(folder: Path, limit_bytes: int, remedy: str) -> DiskCache:
 
 
 @dataclass(frozen=True)
-class CacheFolder:
-    """A node's cache: the path `folder` on every node's own disk, and its maximum size `gb`, in 10^9 bytes."""
+class FrameCache:
+    """A node's cache of decoded frames, as rows have them (uint8, at the requested size).
+
+    A frame is identified by the file's content, its time, and the rules and libraries that decode it.
+
+    Attributes:
+        folder: path on every node's own disk.
+        gb: maximum size on each node, in 10^9 bytes.
+    """
 
     folder: str
     gb: float
-    remedy: ClassVar[str] = ""
 
     def open(self) -> DiskCache:
-        return disk_cache(Path(self.folder), int(self.gb * 1e9), self.remedy)
-
-
-class FrameCache(CacheFolder):
-    """The folder of a node's decoded frames, as rows have them (uint8, at the requested size).
-
-    A frame is identified by the file's content, its time, and the rules and libraries that decode it.
-    """
-
-    remedy = (
-        "frames that are not cached are decoded in every epoch; free disk space, raise VLA_CACHE_GB, or choose "
-        "another folder for --dataset.frame_cache"
-    )
+        return disk_cache(
+            Path(self.folder),
+            int(self.gb * 1e9),
+            "frames that are not cached are decoded in every epoch; free disk space, raise VLA_CACHE_GB, or choose "
+            "another folder for --dataset.frame_cache",
+        )
 
 
 def has_capacity(folder: Path, size: int) -> bool:

@@ -309,7 +309,10 @@ def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
         )
     for name, value in leaves(saved, options.keys()):
         if name not in options:
-            raise ValueError(f"{path}: {name} is no option{did_you_mean(name, list(options))}")
+            if value is None:  # an option of an earlier version, without a value
+                continue
+            remedy = did_you_mean(name, list(options)) or "; delete its line if an earlier version wrote it"
+            raise ValueError(f"{path}: {name} is no option{remedy}")
         if name not in PER_START:
             try:
                 yield name, options[name].decode(value)

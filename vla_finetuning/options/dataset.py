@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, cache_gb
-from vla_finetuning.options.fields import option, refuse_address
+from vla_finetuning.options.fields import option
 from vla_finetuning.options.mixture import members, robots
 
 MissingCameras = Literal["error", "mask"]
@@ -215,7 +215,8 @@ class DatasetOptions:
             if getattr(self, name) is not None and listed:
                 raise ValueError(f"--dataset.{name}, and {name} of {listed[0]} in --dataset.mixture: give one of them")
         for name in ("cache_dir", "frame_cache"):
-            refuse_address(f"--dataset.{name}", getattr(self, name))
+            if "://" in (folder := getattr(self, name) or ""):
+                raise ValueError(f"--dataset.{name}={folder}: expected a folder on each node's own disk")
         if not (self.roots or self.repo_id) and (config.preset != "demo" or self.root):
             raise ValueError(
                 "which data? give --dataset.root PATH_OR_URI or --dataset.repo_id ID, or use --preset demo"

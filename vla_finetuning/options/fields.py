@@ -304,12 +304,6 @@ def readings(text: str) -> Iterator[Any]:
         yield [part.strip() for part in text.split(",")]
 
 
-def refuse_address(flag: str, folder: str | None) -> None:
-    """Refuse an address of an object store as a folder on each node's own disk."""
-    if folder is not None and "://" in folder:
-        raise ValueError(f"{flag}={folder}: expected a folder on each node's own disk")
-
-
 def whole_numbers(text: str) -> list[int]:
     """Parse `0,1,5:8` into 0, 1, 5, 6, 7. Raises ValueError, also for an empty range."""
     numbers: list[int] = []

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
 from vla_finetuning.options.dataset import ImageTransformOptions
-from vla_finetuning.options.fields import option, refuse_address
+from vla_finetuning.options.fields import option
 
 TrainMode = Literal["heads", "expert", "full"]
 Attention = Literal["eager", "sdpa"]
@@ -16,7 +15,7 @@ Precision = Literal["auto", "fp32", "bf16"]
 
 # Options of --train that only some policies' losses support.
 LOSS_OPTIONS = (
-    *("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"),
+    *("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile"),
     "knowledge_insulation",
 )
 # Flags of a run that trains the texts of a column, which follows.
@@ -126,17 +125,6 @@ class TrainOptions(StepOptions):
             "gives up after each use; give fsdp2"
         },
     )
-    # The vision tower takes four fifths of a step.
-    feature_cache: str | None = option(
-        None,
-        "SmolVLA with a frozen vision tower: a folder on each node's own disk that caches the tower's features of "
-        "each frame, for later epochs and for runs from the same weights.",
-        file="path",
-        conflicts=dict.fromkeys(
-            ("dataset.image_transforms.enable", "train.augmentation"),
-            "frames then differ in every epoch, and so do their features",
-        ),
-    )
 
     @property
     def averages_step(self) -> bool:
@@ -166,35 +154,6 @@ class TrainOptions(StepOptions):
         return [
             "             not augmented, as in lerobot-train (--dataset.image_transforms.enable, --train.augmentation)"
         ]
-
-    def check(self, config: Any) -> None:
-        refuse_address("--train.feature_cache", self.feature_cache)
-
-    def describe_feature_cache(
-        self, frames: int, feature_bytes: Sequence[int], frame_bytes: int, precision: str, nodes: str, fits: bool
-    ) -> list[str]:
-        """Return the plan's lines on cached features of the vision tower.
-
-        Args:
-            frames: number of frames of each camera.
-            feature_bytes: bytes of a frame's features, by camera.
-            frame_bytes: bytes of all decoded frames.
-            precision: dtype of features in words.
-            nodes: phrase that says which nodes cache the features.
-            fits: whether all features fit the disk and the limit.
-        """
-        size = frames * sum(feature_bytes)
-        sizes = f"{max(feature_bytes) / 1e3:.0f} kB a camera and frame, {precision}"
-        lines = [
-            f"Features     of the vision tower, which sees each frame once: {size / 1e9:.1f} GB ({sizes})",
-            f"             are cached in {self.feature_cache}, {nodes}; the frames are {frame_bytes / 1e9:.1f} GB",
-        ]
-        if not fits:
-            lines.append(
-                f"             TOO MANY for VLA_CACHE_GB={cache_gb(FRAME_CACHE_GB):g}, or for its disk with a margin: "
-                "what does not fit is computed in every epoch"
-            )
-        return lines
 
 
 @dataclass

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from lerobot.configs.policies import PreTrainedConfig
-from lerobot.policies.pretrained import PreTrainedPolicy
 
 from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.fields import decided
@@ -117,22 +116,7 @@ def check_policy(
     report = choose_trainable(policy, train.mode, adapters)
     for dtype in {parameter.dtype for parameter in policy.parameters() if parameter.requires_grad}:
         _require_float32(str(dtype).removeprefix("torch."))
-    if train.feature_cache is not None:
-        _require_frozen(policy, train, adapters)
     return report
-
-
-def _require_frozen(policy: PreTrainedPolicy, train: TrainOptions, adapters: PeftOptions | None) -> None:
-    names = {parameter: name for name, parameter in policy.named_parameters()}
-    parameters = (p for module in family_of(policy.config).vision(policy) for p in module.parameters())
-    if trained := [names[p] for p in parameters if p.requires_grad]:
-        adapted = adapters is not None and adapters.enabled
-        remedy = "--peft.target_modules without them" if adapted else "--train.mode=expert, which leaves them alone"
-        mode = "--peft" if adapted else f"--train.mode={train.mode}"
-        raise ValueError(
-            f"--train.feature_cache with {mode}: {len(trained)} tensors that features of images are made with train, "
-            f"e.g. {trained[0]}, so that features change with every step; give {remedy}, or leave the cache out"
-        )
 
 
 def _require_float32(dtype: str) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from vla_finetuning.buckets.mirror import address
-from vla_finetuning.data.disk_cache import describe_numbers, has_capacity
-from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
+from vla_finetuning.data.disk_cache import describe_numbers
 from vla_finetuning.options.dataset import describe_image_size
 from vla_finetuning.options.environment import describe_trial
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
@@ -21,7 +18,7 @@ from vla_finetuning.plan.statistics import absolute_dimensions, relative_actions
 from vla_finetuning.policies.augment import WRIST
 from vla_finetuning.policies.family import MAX_DELAY
 from vla_finetuning.policies.own_names import describe_names
-from vla_finetuning.policies.registry import describe_unproven, family_of
+from vla_finetuning.policies.registry import describe_unproven
 from vla_finetuning.policies.remote_code import code_source
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.terminal import escaped
@@ -43,9 +40,11 @@ def describe(run: Run) -> str:
             config.dataset.image_transforms, [key for key in policy.config.image_features if WRIST in key]
         ),
         *config.dataset.describe_cached_frames(
-            cache.folder if cache else None, rows.cached_bytes, _nodes(rows), rows.last_row > rows.per_epoch
+            cache.folder if cache else None,
+            rows.cached_bytes,
+            "on every node" if rows.order.sharding is None else "on each node those of its shard",
+            rows.last_row > rows.per_epoch,
         ),
-        *_cached_features(config, policy, rows),
         describe_numbers(),
         *_steps(config, job.steps, rows),
         *_indented("Learning", policy.recipe.describe(job.steps)),
@@ -197,26 +196,6 @@ def _held_out(config: Config, rows: Rows) -> list[str]:
     return config.describe_held_out(len(measured.positions), measured.held_out, len(measured.tasks))
 
 
-def _cached_features(config: Config, policy: PolicySpec, rows: Rows) -> list[str]:
-    if config.train.feature_cache is None:
-        return []
-    bf16 = config.planned_in_bf16
-    sizes = list(family_of(policy.config).feature_bytes(policy.config, rows.camera_keys, bf16).values())
-    size = rows.distinct_frames * sum(sizes)
-    fits = size <= cache_gb(FRAME_CACHE_GB) * 1e9 and has_capacity(Path(config.train.feature_cache), size)
-    lines = config.train.describe_feature_cache(
-        rows.distinct_frames, sizes, rows.cached_bytes, "bf16" if bf16 else "fp32", _nodes(rows), fits
-    )
-    if rows.last_row <= rows.per_epoch:
-        lines.append("             the run uses each feature once; later runs from the same weights use it again")
-    return lines
-
-
-def _nodes(rows: Rows) -> str:
-    """Return which nodes cache decoded frames, in words."""
-    return "on every node" if rows.order.sharding is None else "on each node those of its shard"
-
-
 def _indented(title: str, lines: list[str]) -> list[str]:
     return [f"{title if not number else '':13}{line}" for number, line in enumerate(lines)]
 
@@ -224,12 +203,11 @@ def _indented(title: str, lines: list[str]) -> list[str]:
 def _flops(policy: PolicySpec) -> str:
     if not policy.flops_by_prompt:
         return ""
-    scope = "" if policy.train.feature_cache is None else " without the vision tower"
     (short, least), (long, most) = min(policy.flops_by_prompt.items()), max(policy.flops_by_prompt.items())
     if short == long:
-        return f", {most / 1e9:,.1f} GFLOP per sample and step{scope}"
+        return f", {most / 1e9:,.1f} GFLOP per sample and step"
     return (
-        f", {least / 1e9:,.1f} to {most / 1e9:,.1f} GFLOP per sample and step{scope} (prompts of {short} to {long} "
+        f", {least / 1e9:,.1f} to {most / 1e9:,.1f} GFLOP per sample and step (prompts of {short} to {long} "
         "tokens, by the longest of a micro-batch)"
     )
 

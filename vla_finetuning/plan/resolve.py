@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vla_finetuning.data.selection import tasks_of
-from vla_finetuning.environment import FRAME_CACHE_GB, Timeouts, cache_gb
+from vla_finetuning.environment import Timeouts
 from vla_finetuning.options.fields import decided
 from vla_finetuning.options.mixture import Member
 from vla_finetuning.options.programs import Config
@@ -175,7 +175,6 @@ def make_job(
         disk_bytes=config.most_checkpoints(steps) * policy.checkpoint_bytes
         + (weights.stat().st_size if weights.is_file() else 0),
         timeouts=Timeouts.from_environment(),
-        feature_cache_gb=cache_gb(FRAME_CACHE_GB),
     )
 
 
@@ -208,10 +207,8 @@ def _flops(config: Config, spec: PolicySpec) -> dict[int, int]:
     """Return the FLOPs per row by length of the prompt; empty if they cannot be counted."""
     if not spec.prompts or not family_of(spec.config).from_config:
         return {}
-    train, features = config.train, config.train.feature_cache is not None
-    return flops_by_prompt(
-        spec.config, spec.cameras, train.mode, train.noise_draws, spec.prompts, config.peft, features
-    )
+    train = config.train
+    return flops_by_prompt(spec.config, spec.cameras, train.mode, train.noise_draws, spec.prompts, config.peft)
 
 
 def _try_processors(spec: PolicySpec, rows: Rows) -> None:

@@ -114,7 +114,6 @@ def plan_rows(
         rates={"frames_per_s": source.row_frames(), "decoded_bytes_per_s": source.row_bytes()},
         stored_bytes=stored_bytes,
         cached_bytes=decoded_bytes,
-        distinct_frames=source.distinct_frames,
         epoch_ends=() if d.episode_weights is None else tuple(epoch_ends(source.plan, stream[1])),
         weights=weights,
         positive=positive,

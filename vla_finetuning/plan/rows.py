@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from lerobot_datasource import LeRobotDatasource
-from vla_finetuning.data.feature_cache import FeatureCache, FeatureStore
 from vla_finetuning.data.metadata import DatasetMetadata, how_drawn
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
-from vla_finetuning.data.reader import Decoding, frame_spec
+from vla_finetuning.data.reader import frame_spec
 from vla_finetuning.options.mixture import Member
 
 Columns = dict[str, np.ndarray]
@@ -61,7 +60,6 @@ class Rows:
     rates: dict[str, int]  # camera frames and decoded bytes per row, by the names of their rates in metrics.jsonl
     stored_bytes: int | None = None  # bytes of a row without resizing; None if not resized or sizes differ
     cached_bytes: int = 0  # bytes of an epoch's decoded frames, for `reading.frame_cache`
-    distinct_frames: int = 0  # number of an epoch's distinct frames per camera
     epoch_ends: tuple[int, ...] = ()  # ends of epochs in the stream; empty if all epochs have equal lengths
     weights: np.ndarray | None = None  # float32 (F,), of the dataset's frames in the loss
     returns: PerFrame | None = None  # float32, return of each frame, for a value function
@@ -217,22 +215,6 @@ class Rows:
         """Return the datasource of all frames of `episodes`, in stored order."""
         reading = replace(self.reading, skip_log=None, prepare=prepare, prepared_bytes=prepared_bytes)
         return LeRobotDatasource(self.metas, Selection(episodes=self.episodes), self.features, Order(), reading)
-
-    def feature_store(
-        self, cache: FeatureCache, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, made_by: str
-    ) -> FeatureStore:
-        """Return the cached features of the decoded cameras' frames."""
-        camera_shapes = {key: shapes[key] for key in self.camera_keys if key in shapes}
-        return FeatureStore(cache, self.metas, self._decoding, camera_shapes, dtype, made_by)
-
-    @property
-    def _decoding(self) -> Decoding:
-        return Decoding(
-            tolerance_s=self.features.tolerance_s,
-            threads=max(1, round(self.reading.num_cpus)),
-            image_size=self.image_size,
-            frame_cache=self.reading.frame_cache,
-        )
 
     # ---- the plan ---------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from lerobot.configs import PreTrainedConfig
 from numpy.polynomial import Polynomial
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +21,6 @@ def flops_per_sample(
     draws: int = 1,
     prompt: int | None = None,
     adapters: PeftOptions | None = None,
-    features: bool = False,
 ) -> int:
     """Count the floating point operations of one sample's forward and backward, for a family with `from_config`.
 
@@ -31,7 +29,6 @@ def flops_per_sample(
 
     Args:
         prompt: language tokens, padding included; None: `tokenizer_max_length` of the configuration.
-        features: whether vision features are cached, so that the vision tower does not run.
     """
     family = family_of(config)
     config = family.with_cameras(config, cameras, prompt)
@@ -39,8 +36,6 @@ def flops_per_sample(
     choose_trainable(counted, mode, adapters)
     loss = family.make_loss(counted, images=DeviceHalf(None, config))
     batch, noise, time = family.empty_inputs(config, 1, draws, "meta")
-    if features:
-        batch |= {key: torch.empty(1, *shape, device="meta") for key, shape in family.feature_shapes(config).items()}
     with FlopCounterMode(display=False) as counter:
         loss(batch, noise, time).backward()
     return counter.get_total_flops()
@@ -53,7 +48,6 @@ def flops_by_prompt(
     draws: int,
     prompts: Sequence[int],
     adapters: PeftOptions | None = None,
-    features: bool = False,
 ) -> dict[int, int]:
     """Return `flops_per_sample` for several prompt lengths.
 
@@ -61,6 +55,6 @@ def flops_by_prompt(
     are proportional to the number of tokens, attention to a product of two numbers of tokens.
     """
     some = sorted({prompts[0], prompts[len(prompts) // 2], prompts[-1]})
-    counted = {n: flops_per_sample(config, cameras, mode, draws, n, adapters, features) for n in some}
+    counted = {n: flops_per_sample(config, cameras, mode, draws, n, adapters) for n in some}
     polynomial = Polynomial.fit(list(counted), list(counted.values()), len(counted) - 1)
     return {prompt: round(float(polynomial(prompt))) for prompt in prompts}

@@ -9,7 +9,6 @@ Legend: B batch, K draws of noise and time per row, T chunk, A action, L languag
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,14 +116,6 @@ class PolicyLoss(nn.Module):
         """
         raise NotImplementedError(self.policy.config.type)
 
-    def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute vision features (N, tokens, width) by camera. Images are float; N is a camera's number of rows.
-
-        `forward` accepts a camera's features in place of its images, with the same result. Implemented by losses with
-        the option `feature_cache`.
-        """
-        raise NotImplementedError(self.policy.config.type)
-
     def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
         """List the attention layers that use `attention`, each with its shape for each prompt length."""
         return []
@@ -202,7 +193,6 @@ class Family:
         sorts_cameras: whether the policy takes cameras in alphabetical order, whatever their configured order.
         any_inputs: whether the policy plays with any subset of its cameras and pads or cuts a state of any length.
         pads_statistics: whether the processors pad vectors and statistics before they normalise.
-        image_options: options of the policy that control image preprocessing; read with the option `feature_cache`.
         fits_images: whether the policy first fits images into its `image_resolution`, if set, padded with black.
         rebuilds_processors: whether LeRobot makes new processors for a dataset and ignores the saved ones.
         no_adapters: why adapters (--peft.*) do not train; empty if they do.
@@ -231,7 +221,6 @@ class Family:
     sorts_cameras: ClassVar[bool] = False
     any_inputs: ClassVar[bool] = False
     pads_statistics: ClassVar[bool] = False
-    image_options: ClassVar[tuple[str, ...]] = ()
     fits_images: ClassVar[bool] = False
     no_adapters: ClassVar[str] = ""
     rebuilds_processors: ClassVar[bool] = False
@@ -242,19 +231,6 @@ class Family:
     def freezes(self, config: Any, training: Collection[str]) -> dict[str, bool]:
         """Return the policy's own freezing options as they describe a run in which the parts in `training` train."""
         return {}
-
-    def vision(self, policy: PreTrainedPolicy) -> list[nn.Module]:
-        """List the modules that `PolicyLoss.features` runs; for the option `feature_cache`."""
-        raise NotImplementedError(self.type)
-
-    def feature_shapes(self, config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
-        """Return (tokens, width) of an image's features by camera; for the option `feature_cache`."""
-        raise NotImplementedError(self.type)
-
-    def feature_bytes(self, config: PreTrainedConfig, cameras: Iterable[str], bf16: bool) -> dict[str, int]:
-        """Return the bytes of one frame's features by camera: bfloat16 if `bf16`, else float32."""
-        shapes = self.feature_shapes(config)
-        return {key: math.prod(shapes[key]) * (2 if bf16 else 4) for key in cameras}
 
     def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
         """Return the part of each parameter by the parameter's name; UNUSED for parameters without gradients."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vla_finetuning.environment import FRAME_CACHE_GB, Timeouts
+from vla_finetuning.environment import Timeouts
 from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.run.checkpoint import Progress
 from vla_finetuning.run.folder import CHECKPOINTS_NAME
@@ -23,7 +23,6 @@ class Job:
     start: Progress  # before the first step
     disk_bytes: int  # most in the folder at one time, without checkpoints that wait for an evaluation
     timeouts: Timeouts  # of the driver's environment
-    feature_cache_gb: float = FRAME_CACHE_GB  # of the driver's environment
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -41,7 +41,7 @@ POLICY_FILES = re.compile(
 )
 # Options that are not published: paths on the user's machines, and private settings.
 PRIVATE = {
-    *("root", "mixture", "cache_dir", "frame_cache", "feature_cache", "output_dir", "policy_path", "policy_options"),
+    *("root", "mixture", "cache_dir", "frame_cache", "output_dir", "policy_path", "policy_options"),
     *("labels", "episode_weights", "progress_path", "env_options", "track_project", "given"),
 }
 

@@ -46,17 +46,11 @@ def feed(
     when none arrives within VLA_BATCH_TIMEOUT_S.
     """
     rows, policy = run.rows, run.policy
-    on_host = [hook.on_host_batch for hook in hooks]
-    transforms = [*input_transforms(rows, policy), *on_host, *training_transforms(run)]
+    transforms = [*input_transforms(rows, policy), *training_transforms(run)]
     collate = Collate(transforms, to_tensors or NumpyToTorchCollate(worker.device.type == "cuda"))
     host_batches = stream_batches(worker.shard, schedule, first_row, run.job.steps, collate)
     in_time = with_timeout(host_batches, run.job.timeouts.batch, partial(describe_batch, rows, schedule))
-
-    def to_policy(batches: Iterator[Batch]) -> Iterator[Batch]:
-        for hook in hooks:
-            batches = hook.on_device_batches(batches)
-        return policy_batches(batches, policy.config, hooks)
-
+    to_policy = partial(policy_batches, policy_config=policy.config, hooks=hooks)
     return TimedIterator(cuda_prefetcher(in_time, worker.device, clock), then=to_policy)
 
 

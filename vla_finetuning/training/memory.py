@@ -177,10 +177,6 @@ def step_memory(
         # The prefetcher's next batch, and all batches of the step if they are fetched together.
         waiting = grad_accum if train.averages_step else 1
         batches = _bytes(inputs) + _bytes([*batch.values()]) * (waiting - 1)
-        if train.feature_cache is not None:
-            # In the first epoch, frames and features of this batch and the next coexist.
-            row_bytes = family.feature_bytes(policy, policy.image_features, bf16)
-            batches += (1 + waiting) * batch_size * sum(row_bytes.values())
         extra_bytes = CONTEXT_BYTES + round(FRAGMENTATION * peak) + batches + 2 * ahead
         extra_bytes += COLLECTIVES_BYTES if workers > 1 else 0
         if train.attention == "sdpa":

@@ -36,7 +36,7 @@ from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.feed import feed
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention
 from vla_finetuning.training.parallel import cache_casts, replicas, spread
-from vla_finetuning.training.stream import Columns, RankSchedule
+from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import Worker
 
 
@@ -45,14 +45,6 @@ class Callback:
 
     `state` is a `LoopState`. Callbacks must not read from the device between two log steps.
     """
-
-    def on_host_batch(self, columns: Columns) -> Columns:
-        """Change the numpy columns of a micro-batch, in Ray Data's thread."""
-        return columns
-
-    def on_device_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Change micro-batches on the device, before the columns that identify rows are removed."""
-        return batches
 
     def on_batch(self, number: int, columns: Batch, inputs: Batch) -> None:
         """Handle a micro-batch: its number since the start, the columns that identify rows, and the policy's inputs."""

@@ -184,7 +184,10 @@ class PI05Loss(FlowLoss):
         return Prefix(keys_values, bias, mask.sum(dim=1, keepdim=True))
 
     def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute image features by vision tower and projector, the inputs of the language model, by camera."""
+        """Compute image features by vision tower and projector, the inputs of the language model, by camera.
+
+        The loss and predictions take a camera's features, (N, tokens, width), in place of its images.
+        """
         cameras = [key for key in self.policy.config.image_features if key in batch]
         # LeRobot appends blank images for absent cameras.
         images = self.policy._preprocess_images(batch)[0][: len(cameras)]
@@ -389,7 +392,7 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 class PI05(Family):
-    """PI0.5 and the demo's tiny policy: every feature but cached vision features and exact means."""
+    """PI0.5 and the demo's tiny policy: every feature but exact means."""
 
     loss_class: ClassVar[LossClass] = PI05Loss
     modes = {

@@ -199,8 +199,10 @@ class SmolVLALoss(FlowLoss):
         """Return embeddings of images and words (B, P - 1, width), and which tokens are valid, bool (B, P - 1)."""
         policy, core = self.policy, self.policy.model.vlm_with_expert
         cameras = [key for key in policy.config.image_features if key in batch]
-        precomputed = {key: batch[key] for key in cameras if batch[key].ndim == 3}
-        embedded = precomputed or self.features(batch)
+        images = policy.prepare_images(batch)[0][: len(cameras)]  # LeRobot appends blank images
+        same = len({image.shape[1:] for image in images}) == 1
+        features = self._embed_images(torch.cat(images)).chunk(len(images)) if same else map(self._embed_images, images)
+        embedded = dict(zip(cameras, features, strict=True))
         words = core.embed_language_tokens(batch[OBS_LANGUAGE_TOKENS])
         words, rows = words * words.shape[2] ** 0.5, len(words)
         pieces: list[Tensor] = []
@@ -216,15 +218,6 @@ class SmolVLALoss(FlowLoss):
         marks = MARKS_PER_IMAGE * policy.config.add_image_special_tokens
         mask_absent(mask, batch, {key: embedded[key].shape[1] + marks for key in cameras})
         return hidden, mask
-
-    def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute scaled image features by vision tower and connector, the inputs of the language model, by camera."""
-        policy = self.policy
-        cameras = [key for key in policy.config.image_features if key in batch]
-        images = policy.prepare_images(batch)[0][: len(cameras)]  # LeRobot appends blank images
-        rows, same = [len(image) for image in images], len({image.shape[1:] for image in images}) == 1
-        embedded = self._embed_images(torch.cat(images)).split(rows) if same else map(self._embed_images, images)
-        return dict(zip(cameras, embedded, strict=True))
 
     def _embed_images(self, images: Tensor) -> Tensor:
         """Compute LeRobot's `embed_image` layer by layer, scaled for the language model: (N, tokens, width)."""
@@ -306,8 +299,7 @@ class SmolVLA(PI0):
     """SmolVLA, whose inputs are PI0's: images, a prompt and the state."""
 
     loss_class = SmolVLALoss
-    train_options = frozenset({"exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"})
-    image_options = ("resize_imgs_with_padding", "normalization_mapping")
+    train_options = frozenset({"exact_mean", "noise_draws", "activation_checkpointing", "compile"})
     ignored_options = {
         "train_expert_only": "--train.mode: expert, or full",
         "compile_model": "--train.compile",
@@ -355,15 +347,6 @@ class SmolVLA(PI0):
             ),
         )
         return parts_by_prefix(policy, prefixes)
-
-    def vision(self, policy: PreTrainedPolicy) -> list[nn.Module]:
-        vlm = policy.model.vlm_with_expert.get_vlm_model()
-        return [vlm.vision_model, vlm.connector]
-
-    def feature_shapes(self, config: Any) -> dict[str, tuple[int, int]]:
-        sizes, width = image_sizes(config), _backbone(config.vlm_model_name).text_config.hidden_size
-        tokens = [_tokens(config, size) for size in sizes]
-        return {key: (number, width) for key, number in zip(config.image_features, tokens, strict=False)}
 
     def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
         return sample_noise_and_time(config, rows, seed, step, device, TIMES)
