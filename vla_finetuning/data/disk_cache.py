@@ -1,4 +1,4 @@
-"""Cache on a node's disk what can be made again at any time: fetched, unpacked, decoded or computed data.
+"""Cache on a node's disk what can be made again at any time: fetched, unpacked or decoded data.
 
 A file is whole or absent: it is written under another name and renamed, and it has a checksum of its bytes and path, so
 that a torn or moved file counts as missing. A full, broken or deleted folder costs a warning and the cache, never the
