@@ -258,10 +258,13 @@ def _makers(config: EnvConfig) -> dict[str, Maker]:
 
 def _of_each_task(config: EnvConfig, name: str) -> dict[str, Any]:
     """Return an attribute of each task's environment, None where it has none. Raises as `task_makers`."""
-    values = {}
-    for task, make in task_makers(config).items():
-        env = make()
-        values[task] = attribute(env, name)
+    if type(config).create_envs is EnvConfig.create_envs:
+        envs = {task: make() for task, make in task_makers(config).items()}
+    else:  # once: without `task_ids`, each maker makes the environments of all tasks
+        made = _create_envs(config).items()
+        envs = {f"{suite}/{number}": _adapted(config, env) for (suite, number), env in made}
+    values = {task: attribute(env, name) for task, env in envs.items()}
+    for env in envs.values():
         close_quietly(env)
     return values
 
@@ -279,8 +282,8 @@ def initial_state_counts(config: EnvConfig) -> dict[str, int]:
 
     Raises as `task_makers`.
     """
-    if isinstance(config, MetaworldConfig):
-        return {}  # has none, and its fifty environments take long to make
+    if not is_own(config) and not isinstance(config, LiberoEnv):
+        return {}  # these have none, and the fifty environments of Meta-World take long to make
     return {task: count for task, count in _of_each_task(config, "initial_states").items() if count is not None}
 
 
