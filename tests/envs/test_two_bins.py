@@ -158,6 +158,15 @@ def test_the_drives_are_slow_and_stay_on_the_table(env):
             env.step(action)
 
 
+def test_the_seed_fixes_the_episode_and_the_hash_tells_states_apart(env):
+    def hashes(seed):
+        return [env.unwrapped.state_hash() for _ in run(env, seed)]
+
+    first = hashes(3)
+    assert first == hashes(3) and len(set(first)) == len(first)
+    assert len({hashes(seed)[0] for seed in range(10)}) == 10
+
+
 def test_scenes_are_mixed_and_not_those_of_the_dataset(env):
     seen = []
     for seed in range(1000, 1060):
