@@ -498,7 +498,10 @@ def test_datasets_of_one_robot_have_one_choice_of_cameras(folder):
         mixed(folder, mixture={"members": [gantry, {**other, "camera_keys": [TOP]}]})
     both = [{**one, "camera_keys": [TOP]} for one in (gantry, other)]
     run = mixed(folder, "--dataset.missing_cameras=mask", mixture={"members": both})
-    assert run.rows.camera_keys == (BASE,) and run.robots[0].own_names[BASE] == TOP
+    assert run.rows.camera_keys == (BASE,) and run.robots[0].own_names == {BASE: TOP}
+    both = [{**one, "rename_map": {TOP: WRIST, WRIST: BASE}} for one in both]
+    run = mixed(folder, "--dataset.missing_cameras=mask", mixture={"members": both})
+    assert run.robots[0].own_names == {WRIST: TOP}  # or an export would see by a camera that was masked in training
 
 
 def test_a_policy_that_leaves_out_last_frames_is_told_how_many_at_another_rate(folder):

@@ -127,7 +127,7 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
             )
         metas, match = _match_robot(config, group, base.config, base.name)
         check_images(config, base.config)
-        robot = Robot("", base.config, match, own_names(metas[0]), datasets=group.numbers)
+        robot = Robot("", base.config, match, match.own_names, datasets=group.numbers)
         return Matched(metas, base.config, match, (robot,), tuple(steps) if set(steps) != {1} else None)
     _check_policy(base)
     with_masked_cameras = replace(config, dataset=replace(config.dataset, missing_cameras="mask"))
@@ -140,7 +140,7 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
             raise ValueError(f"robot {name}: {error}") from error
         fitted.input_features = {key: value for key, value in fitted.input_features.items() if key in match.shapes}
         opening = f"{name}: " if config.dataset.robot_in_prompt else ""
-        robots.append(Robot(name, fitted, match, own_names(metas[0]), group.numbers, opening=opening))
+        robots.append(Robot(name, fitted, match, match.own_names, group.numbers, opening=opening))
         for number, meta in zip(group.numbers, metas, strict=True):
             policy_metas[number] = _without_unmatched(meta, match.keys)
     match = _join_robots(config, base, robots, policy_metas)
@@ -228,7 +228,7 @@ def _add_texts(config: Config, datasets: Datasets, matched: Matched) -> Matched:
     action_count = len(matched.metas)
     cameras, keys = matched.match.camera_keys, matched.match.keys
     metas, robots = list(matched.metas), list(matched.robots)
-    dataset_names = [own_names(meta) for meta in metas]
+    dataset_names = [{}, *map(own_names, metas)]
     for number in range(action_count, len(datasets.metas)):
         meta, member = datasets.metas[number], datasets.members[number]
         used = [

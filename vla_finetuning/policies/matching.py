@@ -48,6 +48,12 @@ class FeatureMatch:
         return tuple(row.policy_key for row in self.rows if row.dataset_key is not None)
 
     @property
+    def own_names(self) -> dict[str, str]:
+        """Return the dataset's own names of the features `keys`, where they differ."""
+        keys = {row.policy_key: row.dataset_key for row in self.rows}
+        return {name: key for name, key in keys.items() if key is not None and key != name}
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the dataset's shapes by the policy's keys, without masked cameras."""
         return {row.policy_key: row.dataset_shape for row in self.rows if row.dataset_shape is not None}
