@@ -1,6 +1,7 @@
 """The plan of a run, and errors that name the commonest cause and what helps, before a worker starts."""
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -120,9 +121,14 @@ def test_a_recording_that_was_cut_off(setting, root):
 
 
 def test_statistics_of_cameras_are_not_computed(setting, root):
-    (root / "meta/stats.json").unlink()
     message = rf"dataset {root}: .*lacks \['mean', 'std'\] of {TOP}.*augment_dataset_quantile_stats"
-    refuses(setting, message, **FRESH_ACT, **{"dataset.root": root, "dataset.use_imagenet_stats": "false"})
+    given = {**FRESH_ACT, "dataset.root": root, "dataset.use_imagenet_stats": "false"}
+    stats = json.loads((root / "meta/stats.json").read_text())
+    stats[TOP]["std"][0] = [[math.inf]]
+    (root / "meta/stats.json").write_text(json.dumps(stats))
+    refuses(setting, rf"'std' of '{TOP}' is not finite", **given, **{"dataset.statistics": "exact"})
+    (root / "meta/stats.json").unlink()
+    refuses(setting, message, **given)
 
 
 def test_datasets_of_different_frame_rates(setting, root):

@@ -68,9 +68,10 @@ def _decide_robot(config: Config, rows: Rows, robot: Robot) -> tuple[Robot, Mode
     needed = needed_stats(d, rows, robot)
     relative = relative_actions(robot.config)
     missing = missing_stats(metas, needed, () if relative is None else ("action",))
-    for meta in metas if d.statistics != "exact" else ():
-        check_stats(meta, {key: names for key, names in needed.items() if relative is None or key != "action"})
     vectors = needed_of_vectors(metas[0].features, needed)
+    computed_anew = set(vectors) if d.statistics == "exact" else set() if relative is None else {ACTION}
+    for meta in metas:
+        check_stats(meta, {key: names for key, names in needed.items() if key not in computed_anew})
     lines, misdescribed = _compare(d, rows, vectors, relative)
     mode: Mode = d.statistics
     if mode == "auto":
