@@ -303,7 +303,6 @@ def _errors_of(run: Run, datasets: Sequence[int], folder: Path, frames: int) -> 
     saved = load_policy_config(folder)
     saved.device = device.type
     options["autocast"] = autocast = autocast_dtype(spec.train.precision, device)
-    # The dataset's keys are the policy's after the run's rename map, which the saved preprocessor applies.
     pre, post = load_processors(folder, saved, trusted=spec.trusted)
     with remote_code(spec.trusted):
         trained = get_policy_class(saved.type).from_pretrained(folder, config=saved)

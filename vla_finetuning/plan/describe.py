@@ -11,6 +11,7 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.options.sample_weighting import describe_weights
 from vla_finetuning.options.schedule import REHEARSAL_ROWS_PER_S
 from vla_finetuning.plan.mixture_look import tabulate
+from vla_finetuning.plan.names import own_names
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.shuffle_quality import describe_shuffling
@@ -79,10 +80,10 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
             if feature.order is not None:
                 lines.append(f"             {key}: dimensions reordered as in the first dataset, by their names")
         for key in meta.camera_keys:
-            feature = meta.features[key]
+            feature, name = meta.features[key], own_names(meta).get(key, key)
             used = "" if key in rows.camera_keys else "  (not used)"
             depth = "depth " if feature.is_depth else ""
-            lines.append(f"             camera {feature.key} {_size(feature.shape)} {depth}{feature.dtype}{used}")
+            lines.append(f"             camera {name} {_size(feature.shape)} {depth}{feature.dtype}{used}")
         texts = [key for key, feature in meta.features.items() if feature.dtype in ("string", "language")]
         texts = [key for key in texts if key not in (rows.features.columns or ())]
         lines += [f"             not read: {line}" for line in (*([", ".join(texts)] if texts else []), *meta.not_read)]
