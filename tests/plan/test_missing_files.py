@@ -138,6 +138,9 @@ def test_a_broken_episode_is_refused_only_where_it_is_chosen(setting, broken):
     assert "2 of 6 episodes cannot be read: episode 2 has empty as videos/" in message
     assert proposed == ["--dataset.exclude_episodes=2,4"] == refused(argv, resolved, ValueError)[1]
     checked([*argv, *proposed])
+    hand = json.dumps({WRIST: "observation.images.hand"})
+    renamed = [*argv, f"--dataset.camera_keys={TOP},{WRIST}", f"--rename_map={hand}"]
+    assert refused(renamed, checked, ValueError)[1] == proposed
     assert resolved([*argv, *proposed]).rows.train_episodes[0].tolist() == [0, 1, 3, 5]
     assert resolved([*argv, "--dataset.episodes=0,5"]).rows.train_episodes[0].tolist() == [0, 5]
     _, proposed = refused([*argv, "--dataset.exclude_episodes=0"], checked, ValueError)

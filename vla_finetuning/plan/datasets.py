@@ -74,8 +74,7 @@ def find_datasets(config: Config) -> tuple[Config, Datasets]:
     listed = listed_members(config.dataset, roots)
     listed, metas = _sort_actions_first(config, listed, load_datasets(config, listed))
     for meta, member in zip(metas, listed, strict=True):
-        if not meta.without_actions:  # datasets of images and text may have fewer cameras
-            chosen_cameras(meta, member.camera_keys)
+        chosen_cameras(meta, member.camera_keys)  # refuses unknown ones
     if config.recap.labels is not None:
         metas = tuple(map(without_labels, metas))
     source = config.dataset.episode_weights

@@ -66,12 +66,15 @@ def own_names(meta: DatasetMetadata) -> dict[str, str]:
 
 
 def chosen_cameras(meta: DatasetMetadata, camera_keys: Sequence[str] | None) -> list[str]:
-    """Return the names in rows of the cameras `camera_keys`, which are the dataset's own; None: of all cameras."""
+    """Return the names in rows of the cameras `camera_keys`, which are the dataset's own; None: of all cameras.
+
+    Datasets of images and text may have fewer of them.
+    """
     if camera_keys is None:
         return list(meta.camera_keys)
     names = own_names(meta)
-    if unknown := sorted(set(camera_keys) - {names.get(key, key) for key in meta.camera_keys}):
-        known = [names.get(key, key) for key in meta.camera_keys]
+    known = [names.get(key, key) for key in meta.camera_keys]
+    if (unknown := sorted({*camera_keys} - {*known})) and not meta.without_actions:
         raise ValueError(
             f"--dataset.camera_keys: dataset {meta.root} has no camera {unknown[0]!r}, but "
             f"{','.join(known) or 'none'}{did_you_mean(unknown[0], known)}"
