@@ -130,6 +130,7 @@ def test_a_demo_empties_its_own_folder_and_no_input(tmp_path, monkeypatch):
     mixture = DatasetOptions(mixture={"/elsewhere": 1.0, str(folder / "rollouts"): {"weight": 1.0}})
     with pytest.raises(FileExistsError, match=r"empties this folder, and dataset.mixture=.*rollouts is in it"):
         check_folder(replace(demo, dataset=mixture))
+    written(folder, "config.json", "{}")
     for other in (GrpoConfig(preset="demo"), ValueConfig(preset="demo")):
-        with pytest.raises(FileExistsError, match="is not empty"):
+        with pytest.raises(FileExistsError, match="is not empty: --resume goes on with the run it holds"):
             check_folder(replace(other, output_dir=str(folder)))
