@@ -11,7 +11,7 @@ import torch
 
 from tests.rl.test_learning import resolved, train
 from vla_finetuning.plan.demo import make_demo_dataset
-from vla_finetuning.rl import loop
+from vla_finetuning.rl import demonstrations, loop
 from vla_finetuning.rl.demonstrations import as_batch, split_positions, task_reader
 from vla_finetuning.rl.objectives.filtered import FilteredImitation
 from vla_finetuning.training.held_out import read_chunk
@@ -135,6 +135,16 @@ def test_the_dataset_may_lack_a_camera_of_the_policy_and_the_environments_names(
     run = filtered(policy, tmp_path / "run", data, rename_map=json.dumps(names))
     assert "observation.images.cam" in run.policy.config.image_features
     assert "observation.images.top" not in run.demonstrations.metas[0].camera_keys
+
+
+def test_a_rank_reads_two_micro_batches_at_once(monkeypatch):
+    """Tasks hold no CPU, so nothing else limits their processes."""
+    started = []
+    monkeypatch.setattr(demonstrations, "make_prepare", mock.Mock())
+    monkeypatch.setattr(demonstrations, "read_task", lambda *_, **options: lambda micro: started.append(micro) or micro)
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference)
+    micros = task_reader(mock.Mock(), None, 1.0)(range(4))
+    assert [(micro, len(started)) for micro in micros] == [(0, 2), (1, 3), (2, 4), (3, 4)]
 
 
 @pytest.mark.ray

@@ -43,7 +43,7 @@ def resolve_demonstrations(config: GrpoConfig, root: str) -> Rows:
 def task_reader(rows: Rows, policy: PolicySpec, timeout_s: float) -> Read:
     """Return a reader in Ray tasks, which hold no CPU: idle simulators hold all of them while the policy learns."""
     read = read_task(rows.source(), make_prepare(policy, rows), num_cpus=0)
-    return lambda micros: fetch_ahead(map(read, micros), timeout_s, "rows of --grpo.demonstrations")
+    return lambda micros: fetch_ahead(map(read, micros), timeout_s, "rows of --grpo.demonstrations", ahead=2)
 
 
 def split_positions(first: int, count: int, *, rank: int, ranks: int, micro_rows: int) -> list[np.ndarray]:

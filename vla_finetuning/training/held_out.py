@@ -201,10 +201,10 @@ def read_task(
     return functools.partial(task.remote, ray.put(source), ray.put(LazyPickle(prepare)))
 
 
-def fetch_ahead(tasks: Iterable[Any], timeout_s: float, what: str) -> Iterator[Columns]:
-    """Yield the results of tasks in order; the iterable starts them, LOOK_AHEAD at a time. `what` are the rows."""
+def fetch_ahead(tasks: Iterable[Any], timeout_s: float, what: str, ahead: int = LOOK_AHEAD) -> Iterator[Columns]:
+    """Yield the results of tasks in order; the iterable starts them, `ahead` at a time. `what` are the rows."""
     starts = iter(tasks)
-    pending = deque(itertools.islice(starts, LOOK_AHEAD))
+    pending = deque(itertools.islice(starts, ahead))
     while pending:
         try:
             columns: Columns = ray.get(pending.popleft(), timeout=timeout_s)
