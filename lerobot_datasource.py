@@ -12,7 +12,6 @@ The module does not import torch, policies or training.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -289,13 +288,14 @@ class LeRobotDatasource(Datasource):
         else:
             read_rows = min(self._read_rows, task_rows)
             cuts = np.arange((first // read_rows + 1) * read_rows, last, read_rows, dtype=np.int64)
+        bounds = at_blocks(first, cuts, last, min(self.block_rows, task_rows))
+        begins, ends = np.searchsorted(runs[:, 1], bounds[:-1], "right"), np.searchsorted(runs[:, 0], bounds[1:])
         reads: list[np.ndarray] = []
         rows, goal = 0, task_rows
-        for a, b in itertools.pairwise(at_blocks(first, cuts, last, min(self.block_rows, task_rows)).tolist()):
-            begin, end = np.searchsorted(runs[:, 1], a, side="right"), np.searchsorted(runs[:, 0], b, side="left")
+        for begin, end, a, b in np.stack([begins, ends, bounds[:-1], bounds[1:]], axis=1).tolist():
             if begin < end:
-                reads.append(runs[begin:end].clip(a, b))
-                rows += int(np.diff(reads[-1]).sum())
+                reads.append(np.minimum(np.maximum(runs[begin:end], a), b))
+                rows += int((reads[-1][:, 1] - reads[-1][:, 0]).sum())
             if reads and rows >= goal:  # of all tasks, since cuts at whole blocks may be short of a task's rows
                 yield reads
                 reads, goal = [], goal + task_rows
