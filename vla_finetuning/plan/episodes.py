@@ -97,8 +97,8 @@ def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[st
         def remedy(episodes: list[int], number: int = number) -> str:
             return exclusion(config, datasets.members, {number: episodes})
 
-        own = member.camera_keys  # of which datasets without actions may lack some
-        cameras = [key for key in meta.camera_keys if own is None or meta.features[key].key in own]
+        stored_names = member.camera_keys  # of which datasets without actions may lack some
+        cameras = [key for key in meta.camera_keys if stored_names is None or meta.features[key].key in stored_names]
         check_readable(meta, chosen[number][0], cameras, remedy)
     return chosen
 
