@@ -328,7 +328,7 @@ def prompts_of(run, columns):
 
 
 def test_the_plan_and_the_look_say_it(setting, tmp_path, capsys):
-    run = resolved(setting, "said", BOTH, **{"dataset.camera_keys": f"{TOP},{WRIST}"})  # the answers have no WRIST
+    run = resolved(setting, "said", BOTH)
     assert "answers: no actions: its rows train the text of 'subtask' alone; no episode is" in describe(run)
     assert [line.split(":")[0].rpartition("/")[2] for line in look_at_rows(run)] == ["robot", "answers"]
     mixture = yaml.safe_dump({"members": [{"root": str(setting[0] / name)} for name in ("robot", "answers")]})

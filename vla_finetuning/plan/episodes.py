@@ -17,6 +17,7 @@ from vla_finetuning.data.selection import choose_episodes
 from vla_finetuning.options.mixture import Member
 from vla_finetuning.options.programs import PRESETS, Config
 from vla_finetuning.plan.datasets import Datasets
+from vla_finetuning.plan.names import chosen_cameras
 
 # A rehearsal holds out no episode of a task with fewer episodes.
 FEW_EPISODES = 5
@@ -97,9 +98,7 @@ def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[st
         def remedy(episodes: list[int], number: int = number) -> str:
             return exclusion(config, datasets.members, {number: episodes})
 
-        stored_names = member.camera_keys  # of which datasets without actions may lack some
-        cameras = [key for key in meta.camera_keys if stored_names is None or meta.features[key].key in stored_names]
-        check_readable(meta, chosen[number][0], cameras, remedy)
+        check_readable(meta, chosen[number][0], chosen_cameras(meta, member.camera_keys), remedy)
     return chosen
 
 
