@@ -193,7 +193,8 @@ def test_a_store_that_refuses_is_not_asked_again(bucket, faults):
     faults.choose = lambda request: "403"
     with pytest.raises(StorageError, match="the store refuses .*check credentials, permissions") as error:
         bucket.put("a", b"1")
-    assert len(faults.requests) == 1 and "canary-secret" not in str(error.value)
+    assert [request.url for request in faults.requests].count("/runs/a") == 1
+    assert "canary-secret" not in str(error.value)
 
 
 def test_credentials_that_expire_are_looked_for_anew(bucket, faults, monkeypatch):

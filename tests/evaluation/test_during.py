@@ -138,7 +138,9 @@ def run(resolved, tmp_path):
 
 
 def saved(run, step):
-    (run.job.checkpoints_dir / f"step_{step:08d}").mkdir()
+    folder = run.job.checkpoints_dir / f"step_{step:08d}"
+    folder.mkdir()
+    (folder / "state.json").touch()
 
 
 def eventually(condition):
