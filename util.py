@@ -485,7 +485,6 @@ def train_step(
     draws: Callable[[int], Draws],
     autocast: torch.dtype | None,
     device: torch.device,
-    keep_casts: bool = False,
     clock: Clock = UNWATCHED,
 ) -> StepResult:
     """Run an optimizer step: `grad_accum` forwards and backwards, clip, update. Nothing is read from the device.
@@ -498,25 +497,24 @@ def train_step(
             `grad_accum`, the micro-batches of this rank, if ranks have unequal numbers.
         draws: function of the micro-step that returns (noise, time) for its rows.
         autocast: torch.bfloat16, or None for fp32.
-        keep_casts: whether autocast keeps its casts of weights from the first micro-batch to the last backward.
     """
     total = torch.zeros((), device=device)
     casting = partial(torch.autocast, device.type, autocast)
-    # Autocast drops its cache of casts at the end of the outermost block, enabled or not.
-    with casting(enabled=True) if keep_casts and autocast is not None else contextlib.nullcontext():
-        for micro in range(grad_accum):
-            clock.mark("data_wait")
-            batch = next(batches)
-            clock.mark("forward")
-            noise, flow_time = draws(micro)
-            # Exchange gradients between workers once per step, in the backward of the last micro-batch.
-            with accumulating(model) if micro + 1 < grad_accum else contextlib.nullcontext():
-                with casting(enabled=autocast is not None):
-                    loss = model(batch, noise, flow_time)
-                clock.mark("backward")
-                with casting(enabled=False):
-                    (loss / mean_over).backward()
-            total += loss.detach()
+    for micro in range(grad_accum):
+        clock.mark("data_wait")
+        batch = next(batches)
+        clock.mark("forward")
+        noise, flow_time = draws(micro)
+        # Exchange gradients between workers once per step, in the backward of the last micro-batch.
+        with accumulating(model) if micro + 1 < grad_accum else contextlib.nullcontext():
+            # Autocast drops its casts of weights after each forward: with casts kept for the next micro-batch, its
+            # backward would hold every gradient in bf16 until the last one.
+            with casting(enabled=autocast is not None):
+                loss = model(batch, noise, flow_time)
+            clock.mark("backward")
+            with casting(enabled=False):
+                (loss / mean_over).backward()
+        total += loss.detach()
     grad_norm, skipped = optimizer.step(step, clock)
     return StepResult(total / mean_over, grad_norm, skipped)
 

@@ -25,7 +25,6 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention
-from vla_finetuning.training.parallel import cache_casts
 
 # Policy to measure, options of its tiny size, and size of the tiny vocabulary; set by benchmarks/step.py.
 TINY = {"image_resolution": (56, 56), "tokenizer_max_length": 64, "chunk_size": 10, "n_action_steps": 10}
@@ -232,8 +231,7 @@ class Ours(Contender):
         draws = family_of(self.config).draw(self.config, rows * accum, 0, number, self.device)
         noise, flow_time = (draw.split(rows) for draw in draws if draw is not None)
         options: dict[str, Any] = {"grad_accum": accum, "mean_over": accum, "autocast": self.autocast}
-        options |= {"device": self.device, "keep_casts": cache_casts("ddp", accum, checkpointing=False)}
-        options["draws"] = lambda micro: (noise[micro], flow_time[micro])
+        options |= {"device": self.device, "draws": lambda micro: (noise[micro], flow_time[micro])}
         result = train_step(self.loss, self.optimizer, itertools.chain([first], batches), step=number, **options)
         self.metrics.add_step(result, rows * accum)
         return result.loss

@@ -37,7 +37,7 @@ from vla_finetuning.training.feed import policy_batches
 from vla_finetuning.training.fitting import on_cluster
 from vla_finetuning.training.memory import GIB
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention
-from vla_finetuning.training.parallel import cache_casts, replicas, shard_of, spread
+from vla_finetuning.training.parallel import replicas, shard_of, spread
 from vla_finetuning.training.state import noise_for
 from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import RayWorker, Worker
@@ -184,8 +184,7 @@ def _measure(
     check_attention(run.policy, loss, device, autocast)
     model = spread(loss, strategy, device, schedule.world, replicas=by_node, autocast=autocast)
     optimizer = build_optimizer(run.policy, loss, run.job.steps)
-    keeps = cache_casts(strategy, accum, run.config.train.activation_checkpointing)
-    step = partial(train_step, model, optimizer, autocast=autocast, device=device, keep_casts=keeps)
+    step = partial(train_step, model, optimizer, autocast=autocast, device=device)
     tool.free_memory(device)
     feed, step_s, losses = itertools.cycle(batches), [], []
     for number in range(WARMUP_STEPS + steps):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import vla
 from tests import in_process
@@ -30,7 +29,6 @@ from vla_finetuning.training import callbacks, checkpoint_writer, model, state
 from vla_finetuning.training.callbacks import Checkpoints, NonfiniteSteps
 from vla_finetuning.training.feed import describe_batch
 from vla_finetuning.training.model import build_model, build_optimizer
-from vla_finetuning.training.parallel import cache_casts
 from vla_finetuning.training.state import TrainState, noise_for
 from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import Worker
@@ -342,33 +340,3 @@ def test_a_step_computes_what_its_prompts_need(setting, monkeypatch):
     monkeypatch.setattr(PI05Loss, "forward", forward)
     in_process.train(run)
     assert shapes == 4 * [(4, 40)]
-
-
-class Casts(TorchDispatchMode):
-    """How often a weight that trains is converted."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        copies = function is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter)
-        self.count += copies and args[0].requires_grad
-        return function(*args, **(kwargs or {}))
-
-
-def test_weights_are_cast_once_for_all_micro_batches_of_a_step(setting, monkeypatch):
-    """To the same bits."""
-
-    def trained():
-        options = {"train.mode": "full", "train.precision": "bf16", "steps": 2, "log_freq": 2}
-        run = resolved(setting, output_dir=setting[0] / "casts", **options)
-        with Casts() as casts:
-            return in_process.train(run).named(), casts.count
-
-    once, least = trained()
-    monkeypatch.setattr(state, "cache_casts", lambda *_: False)
-    each, most = trained()
-    assert most == 2 * least > 0
-    assert all(torch.equal(each[name], weight) for name, weight in once.items())
-    assert cache_casts("ddp", 2, False)
-    # What is computed or gathered again is given up to save its memory.
-    assert not cache_casts("fsdp2_reshard", 2, False) and not cache_casts("ddp", 2, True)

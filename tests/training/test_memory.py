@@ -15,8 +15,8 @@ from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies import recompute
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, remove_unused
+from vla_finetuning.training import memory
 from vla_finetuning.training.memory import step_memory
-from vla_finetuning.training.parallel import cache_casts
 
 CPU = torch.device("cpu")
 ROWS = 16
@@ -114,7 +114,6 @@ def test_the_peak_is_what_pytorchs_profiler_sees(mode, attention, checkpointing,
             draws=lambda micro: (noise, time),
             autocast=torch.bfloat16 if bf16 else None,
             device=CPU,
-            keep_casts=cache_casts("ddp", accum, checkpointing),
         )
 
     step(0)
@@ -123,6 +122,15 @@ def test_the_peak_is_what_pytorchs_profiler_sees(mode, attention, checkpointing,
     peak = peak_of(profiler)
     held = found.weights + found.optimizer + sum(tensor.nbytes for tensor in (*batch.values(), noise, time))
     assert found.peak - held == pytest.approx(peak, rel=0.05)
+
+
+def test_later_micro_batches_take_no_more_than_the_one_that_is_planned(monkeypatch):
+    """With few rows, when weights and gradients in bf16 take more than activations."""
+    options, steps = replace(options_of("full", True), batch_size=1, grad_accum=3), []
+    planned = step_memory(make_config(2), options, cameras=2)
+    monkeypatch.setattr(memory, "hold_gradients", lambda loss: steps.append(loss))
+    monkeypatch.setattr(memory, "train_step", lambda *args, **given: train_step(*args, **{**given, "grad_accum": 3}))
+    assert step_memory(make_config(2), options, cameras=2).peak == planned.peak and steps
 
 
 def peak_of(profiler):

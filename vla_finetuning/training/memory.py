@@ -32,7 +32,7 @@ from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import build_loss
-from vla_finetuning.training.parallel import cache_casts, gathered_bytes, hold_gradients, is_sharded, spread, units
+from vla_finetuning.training.parallel import gathered_bytes, hold_gradients, is_sharded, spread, units
 
 GIB = 2**30
 # Memory of a GPU besides tensors of the step: estimates, not measurements.
@@ -169,7 +169,6 @@ def step_memory(
                 draws=lambda micro: (noise, time),
                 autocast=autocast,
                 device=cpu,
-                keep_casts=cache_casts(strategy, options.grad_accum, checkpointing),
             )
         # Without kept gradients, DDP's buckets are separate copies.
         buckets = gradients if workers > 1 and not sharded and not optimizer.keeps_gradients else 0

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def cache_casts(strategy: Strategy, micros: int, checkpointing: bool) -> bool:
-    """Return whether a step casts weights once for all micro-batches, which takes no more memory under DDP."""
-    return micros > 1 and strategy == "ddp" and not checkpointing
-
-
 def spread(
     loss: nn.Module,
     strategy: Strategy,

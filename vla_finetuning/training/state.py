@@ -35,7 +35,7 @@ from vla_finetuning.run.progress import log_to
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.feed import feed
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention
-from vla_finetuning.training.parallel import cache_casts, replicas, spread
+from vla_finetuning.training.parallel import replicas, spread
 from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import Worker
 
@@ -231,7 +231,7 @@ class TrainState(LoopState):
         return len(self.schedule.micros(self.step))
 
     def take_step(self, batches: Iterator[Batch]) -> None:
-        job, train, device = self.run.job, self.run.config.train, self.worker.device
+        job, device = self.run.job, self.worker.device
         result = train_step(
             self.model,
             self.optimizer,
@@ -242,7 +242,6 @@ class TrainState(LoopState):
             draws=noise_for(self.run.policy, self.step, self.schedule, device),
             autocast=self.autocast,
             device=device,
-            keep_casts=cache_casts(job.scaling.strategy, self.run.config.grad_accum, train.activation_checkpointing),
             clock=self.clock,
         )
         self.clock.mark("metrics")
