@@ -96,7 +96,7 @@ class Played:
 
     def __init__(self):
         self.steps, self.threads, self.may, self.error = [], [], threading.Event(), None
-        self.succeeds = lambda episode: True
+        self.succeeds, self.fails_with = lambda episode: True, None
 
     def __call__(self, episodes, conditions, sources, makers, options, *, on_end, stopped, **_):
         self.steps.append(int(sources["policy"].folder.name.removeprefix("step_")))
@@ -106,7 +106,7 @@ class Played:
                 return
         if self.error is not None:
             raise self.error
-        line = dict.fromkeys(("instruction", "info"), "") | {"error": None, "success_at_end": False}
+        line = dict.fromkeys(("instruction", "info"), "") | {"error": self.fails_with, "success_at_end": False}
         for episode in episodes:
             state = str(episode.seed)
             on_end({**line, **vars(episode), "success_once": self.succeeds(episode), "initial_state": state}, None)
@@ -266,6 +266,16 @@ def test_a_checkpoint_that_cannot_play_costs_the_training_nothing(run, played, c
         saved(run, 4)
         eventually(lambda: evaluated(run) == [4])
     assert evaluator.finish() == 0 and evaluated(run) == [2, 4]
+
+
+def test_a_checkpoint_whose_every_episode_ended_in_an_error_plays_again(run, played, caplog):
+    played.may.set()
+    played.fails_with = "EGL is missing"
+    saved(run, 2)
+    assert Evaluator(run, policy_at).finish() != 0 and evaluated(run) == []
+    assert "none of 3 episodes could be played, the first because of EGL is missing" in caplog.text
+    played.fails_with = None
+    assert Evaluator(run, policy_at).finish() == 0 and evaluated(run) == [2]
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,9 @@ def test_frames_are_fitted_where_that_halves_a_row(setting, large):
     assert "bit for bit" in describe(small)
     stored = plan(setting, f"--dataset.root={large}", "--dataset.image_size=stored", root=False)
     assert stored.rows.image_size is None and stored.rows.rates["decoded_bytes_per_s"] == run.rows.stored_bytes
+    # LeRobot transforms frames before the policy resizes them.
+    transformed = "--dataset.image_transforms.enable"
+    assert plan(setting, f"--dataset.root={large}", transformed, root=False).rows.image_size is None
     # Where the policy would see other pixels than after its own resizing, and where it resizes nothing.
     normalising = '--policy.normalization_mapping={"VISUAL": "MEAN_STD"}'
     assert plan(setting, f"--dataset.root={large}", normalising, root=False).rows.image_size is None

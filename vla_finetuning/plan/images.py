@@ -27,8 +27,8 @@ def with_image_size(
 ) -> tuple[Config, Features, int | None]:
     """Decide --dataset.image_size=auto.
 
-    Frames are resized to the policy's size if that at least halves `row_bytes`, the bytes of a decoded row, or if
-    datasets have different sizes.
+    Frames are resized to the policy's size if datasets have different sizes, or if that at least halves `row_bytes`,
+    the bytes of a decoded row. LeRobot's image transforms need stored frames: LeRobot resizes after them.
 
     Returns:
         The options and the features with the size; the bytes of a row with stored frames, None if frames are not
@@ -50,7 +50,8 @@ def with_image_size(
     if any(len(camera_sizes) > 1 for camera_sizes in sizes):
         return *fitted, None
     stored_bytes = row_bytes(stored[1])
-    if requested == "auto" and stored_bytes < 2 * row_bytes(fitted[1]):
+    halved = stored_bytes >= 2 * row_bytes(fitted[1]) and not config.dataset.image_transforms.enable
+    if requested == "auto" and not halved:
         return *stored, None
     return *fitted, stored_bytes
 
