@@ -134,3 +134,12 @@ def test_a_node_that_has_just_died_ends_no_training_by_a_statistic(monkeypatch):
             started = time.monotonic()
             assert RayWorker.spilled_bytes(SimpleNamespace()) is None
             assert time.monotonic() - started < 30  # Ray's own limit is 60 s
+
+
+def test_a_drive_that_does_not_answer_hides_no_error_of_the_training(tmp_path, monkeypatch):
+    def fails(path):
+        raise OSError("stale file handle")
+
+    with pytest.raises(ArithmeticError), follow_progress(tmp_path, steps=2):
+        monkeypatch.setattr(progress, "read_lines", fails)
+        raise ArithmeticError

@@ -138,7 +138,8 @@ def follow_progress(output_dir: Path, steps: int, line: Line = step_line) -> Ite
     ) as bar:
 
         def look() -> None:
-            follower.look(bar)
+            with contextlib.suppress(OSError):  # a drive that does not answer: the next look shows it
+                follower.look(bar)
 
         try:
             with polling(look, POLL_S):
