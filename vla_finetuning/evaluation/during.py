@@ -199,9 +199,9 @@ class Evaluator:
         if self._stop.is_set():
             return
         _, lines = read_evaluation(folder)
-        errors = [line["error"] for line in lines if line["error"] is not None]
-        if len(errors) == len(lines):
-            raise RuntimeError(f"none of {len(lines)} episodes could be played, the first because of {errors[0]}")
+        if all(line["error"] is not None for line in lines):
+            reason = lines[0]["error"]
+            raise RuntimeError(f"none of {len(lines)} episodes could be played, the first because of {reason}")
         seconds = round(time.monotonic() - started, 1)
         line = {"step": step, "attempt": attempt, "errors": 0, **score(lines), "seconds": seconds}
         if len(self._makers) > 1:

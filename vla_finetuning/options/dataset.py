@@ -150,7 +150,7 @@ class DatasetOptions:
     image_size: list[int] | Literal["auto", "stored"] = option(
         "auto",
         "Size of decoded frames. auto: the policy's size, if the policy resizes frames anyway and a row is then at "
-        "most half as large. stored: as stored, bit for bit as LeRobot reads them.",
+        "most half as large; as stored with image_transforms. stored: as stored, bit for bit as LeRobot reads them.",
         form="auto, stored, or [height, width] in pixels",
     )
     on_error: OnError = option(

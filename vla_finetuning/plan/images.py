@@ -50,8 +50,8 @@ def with_image_size(
     if any(len(camera_sizes) > 1 for camera_sizes in sizes):
         return *fitted, None
     stored_bytes = row_bytes(stored[1])
-    halved = stored_bytes >= 2 * row_bytes(fitted[1]) and not config.dataset.image_transforms.enable
-    if requested == "auto" and not halved:
+    keeps_size = config.dataset.image_transforms.enable or stored_bytes < 2 * row_bytes(fitted[1])
+    if requested == "auto" and keeps_size:
         return *stored, None
     return *fitted, stored_bytes
 
