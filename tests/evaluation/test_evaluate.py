@@ -239,7 +239,7 @@ def test_a_policy_is_played_late_in_real_time(tmp_path):
     player, seen = found.source.load(1), select_rows(observed(), [0])
     task = list(INSTRUCTIONS.values())[:1]
     (first,) = player.act(seen, task, [(7, "two_bins", 0, 0)], 1)
-    (second,) = player.act(seen, task, [(7, "two_bins", 0, 1)], 1, [first.left])
+    (second,) = player.act(seen, task, [(7, "two_bins", 0, 1)], 1, [first.rest])
     assert (len(first.actions), len(second.actions)) == (3, 4)
 
 

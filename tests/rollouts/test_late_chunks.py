@@ -177,11 +177,11 @@ def test_rows_are_their_own_in_a_batch(pi05):  # noqa: F811
     """And real-time chunks too."""
     player = Player(*loaded(pi05, 4, True), Acting(env=ENV, controller="rtc"))
     seen, keys = observed(), [(7, "two_bins", row, 0) for row in range(6)]
-    left = [acted.left for acted in player.act(seen, [TASK] * 6, keys, 2)]
+    rests = [acted.rest for acted in player.act(seen, [TASK] * 6, keys, 2)]
     keys = [(*name[:3], 1) for name in keys]
-    whole = [acted.actions for acted in player.act(seen, [TASK] * 6, keys, 2, left)]
+    whole = [acted.actions for acted in player.act(seen, [TASK] * 6, keys, 2, rests)]
     for row in range(6):
-        (alone,) = player.act(select_rows(seen, [row]), [TASK], [keys[row]], 2, [left[row]])
+        (alone,) = player.act(select_rows(seen, [row]), [TASK], [keys[row]], 2, [rests[row]])
         np.testing.assert_allclose(alone.actions, whole[row], atol=2e-6 * np.abs(np.array(whole)).max())
 
 

@@ -51,12 +51,12 @@ class Contract(gymnasium.Wrapper):
                 "max_episode_steps=N, or give --env.episode_length N where its configuration has that"
             )
         number = getattr(self.unwrapped, "init_state_id", 0)
-        seen, info = self.env.reset(seed=seed, options=options)
+        observation, info = self.env.reset(seed=seed, options=options)
         if self._is_own and not Contract._repeats:
-            first, first_state = seen, state_hash(self.env, seen)
+            first, first_state = observation, state_hash(self.env, observation)
             choose_initial_state(self.env, number)
-            seen, info = self.env.reset(seed=seed, options=options)
-            if first_state != state_hash(self.env, seen) and _differ(first, seen):
+            observation, info = self.env.reset(seed=seed, options=options)
+            if first_state != state_hash(self.env, observation) and _differ(first, observation):
                 raise ContractError(
                     f"{self._name} ignores its seed: two resets with seed={seed} show different states. Episodes are "
                     "compared and played again by their seeds: draw everything from self.np_random, after "
@@ -64,13 +64,13 @@ class Contract(gymnasium.Wrapper):
                 )
             Contract._repeats = True
         self._steps, self._has_told_success = 0, False
-        self._check(seen, info)
-        return seen, info
+        self._check(observation, info)
+        return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        seen, reward, terminated, truncated, info = self.env.step(action)
+        observation, reward, terminated, truncated, info = self.env.step(action)
         self._steps += 1
-        self._check(seen, info)
+        self._check(observation, info)
         if not _is_number(reward):
             raise ContractError(f"{self._name} gave the reward {reward!r:.80} {self._when}: expected a number")
         if (terminated or truncated) and not self._has_told_success:
@@ -78,7 +78,7 @@ class Contract(gymnasium.Wrapper):
                 f"{self._name} never said whether it succeeded: no info of an episode has 'is_success' (the last one "
                 f"has {', '.join(map(str, info)) or 'nothing'}); give info['is_success'] = True or False in every step"
             )
-        return seen, reward, terminated, truncated, info
+        return observation, reward, terminated, truncated, info
 
     @property
     def _name(self) -> str:
@@ -88,22 +88,22 @@ class Contract(gymnasium.Wrapper):
     def _when(self) -> str:
         return f"after step {self._steps}" if self._steps else "at its reset"
 
-    def _check(self, seen: Observation, info: Mapping[str, Any]) -> None:
-        found = {key: array for key, array in leaves(seen) if array.dtype != object}
+    def _check(self, observation: Observation, info: Mapping[str, Any]) -> None:
+        arrays = {key: array for key, array in leaves(observation) if array.dtype != object}
         for key, shape in self._shapes.items():
-            if key not in found:
+            if key not in arrays:
                 raise ContractError(
                     f"{self._name} does not show '{key}' {self._when}, which its configuration's features have; it "
-                    f"shows {', '.join(found)}"
+                    f"shows {', '.join(arrays)}"
                 )
-            dtype, is_image = found[key].dtype, key.startswith("pixels")
-            if found[key].shape != tuple(shape) or (dtype != np.uint8 if is_image else dtype.kind not in "biuf"):
+            dtype, is_image = arrays[key].dtype, key.startswith("pixels")
+            if arrays[key].shape != tuple(shape) or (dtype != np.uint8 if is_image else dtype.kind not in "biuf"):
                 kind = "uint8 (height, width, channels)" if is_image else "numbers"
                 raise ContractError(
-                    f"{self._name} shows '{key}' as {dtype} {found[key].shape} {self._when}: expected {kind} "
+                    f"{self._name} shows '{key}' as {dtype} {arrays[key].shape} {self._when}: expected {kind} "
                     f"{tuple(shape)}, as its configuration's features have it"
                 )
-        for key, array in found.items():
+        for key, array in arrays.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 numbers = np.array2string(array.ravel(), threshold=8, precision=4)
                 raise ValueError(f"{self._name}: '{key}' is not finite {self._when}: {numbers}")

@@ -32,14 +32,14 @@ class RenderedOnDemand(gymnasium.Wrapper):
         return None if states is None else len(states)
 
     def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-        seen = self.env.reset(**options)
+        observation = self.env.reset(**options)
         # A reset builds the simulation and its sensors anew. robosuite calls a new sensor once, to test it.
         inside, rendering, self.rendering = self._simulated(), self.rendering, False
         for name, observable in inside._observables.items():
             if observable.modality == "image" and not isinstance(observable._sensor, _Camera):
                 inside.modify_observable(name, "sensor", _Camera(self, observable._sensor, observable.obs))
         self.rendering = rendering
-        return seen
+        return observation
 
     def state_hash(self) -> str:
         """Return a digest of MuJoCo's time, positions and velocities."""

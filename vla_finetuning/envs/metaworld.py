@@ -139,17 +139,17 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()[:16]
 
     def _observation(self) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
+        observation: dict[str, Any] = {}
         if "pixels" in self._shown:
-            seen["pixels"] = np.zeros((*self._size, 3), np.uint8)
+            observation["pixels"] = np.zeros((*self._size, 3), np.uint8)
             if self.rendering:
                 started = time.perf_counter()
-                seen["pixels"] = self.render()
+                observation["pixels"] = self.render()
                 self.rendering_s += time.perf_counter() - started
         for key, width in (("agent_pos", 4), ("environment_state", 39)):
             if key in self._shown:
-                seen[key] = self.environment_state[:width].copy()
-        return seen
+                observation[key] = self.environment_state[:width].copy()
+        return observation
 
 
 gymnasium.register(GYM_ID, entry_point=f"{__name__}:Metaworld", max_episode_steps=EPISODE_LENGTH)

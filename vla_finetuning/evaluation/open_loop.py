@@ -145,8 +145,8 @@ def without_future(batch: Mapping[str, np.ndarray], deltas: Sequence[int] | None
     """Return rows as a robot observes them: windows (N, T, ...) reduced to the present of the T offsets `deltas`."""
     if deltas is None or max(deltas) <= 0:
         return batch
-    seen = (key for key in batch if key.startswith(OBS_PREFIX) and not key.endswith("_is_pad"))
-    return {**batch, **{key: batch[key][:, deltas.index(0)] for key in seen}}
+    keys = (key for key in batch if key.startswith(OBS_PREFIX) and not key.endswith("_is_pad"))
+    return {**batch, **{key: batch[key][:, deltas.index(0)] for key in keys}}
 
 
 def _observation(
@@ -160,7 +160,7 @@ def _observation(
 
 def _observed(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """Return observations like `LeRobotDataset`, with integers as float32 like `processors.Prepare`."""
-    seen = {}
+    tensors = {}
     for key, values in batch.items():
         if key.startswith(OBS_PREFIX):
             tensor = torch.from_numpy(np.array(values))
@@ -168,8 +168,8 @@ def _observed(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
                 tensor = to_float(tensor)
             elif not tensor.is_floating_point() and not key.endswith("_is_pad"):
                 tensor = tensor.float()
-            seen[key] = tensor
-    return seen
+            tensors[key] = tensor
+    return tensors
 
 
 def _predict(policy: PreTrainedPolicy, observation: dict[str, Any], seed: tuple[int, int]) -> torch.Tensor:

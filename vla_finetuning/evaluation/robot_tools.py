@@ -73,10 +73,10 @@ def compare_tools(
 
     def ours() -> torch.Tensor:
         before, after = load_processors(folder, config, trusted=trusted)
-        seen = before({key: value[None] if torch.is_tensor(value) else [value] for key, value in first.items()})
-        seen = {key: value.to(device) if torch.is_tensor(value) else value for key, value in seen.items()}
+        inputs = before({key: value[None] if torch.is_tensor(value) else [value] for key, value in first.items()})
+        inputs = {key: value.to(device) if torch.is_tensor(value) else value for key, value in inputs.items()}
         with torch.autocast(device.type, enabled=config.use_amp):
-            chunk = family.predict_chunk(policy, seen)
+            chunk = family.predict_chunk(policy, inputs)
         return after(chunk)[0, :steps]
 
     first = {key: value for key, value in frames[0].items() if key != ACTION}
@@ -118,9 +118,9 @@ def _select_actions(
     policy.reset()
     actions = []
     for frame in frames:
-        seen = {key: frame[key][None] for key in frame if key.startswith(OBS_STR)} | {TASK: [frame[TASK]]}
+        observation = {key: frame[key][None] for key in frame if key.startswith(OBS_STR)} | {TASK: [frame[TASK]]}
         with torch.autocast(next(policy.parameters()).device.type, enabled=policy.config.use_amp):
-            actions.append(after(policy.select_action(before(seen))))
+            actions.append(after(policy.select_action(before(observation))))
     return torch.cat(actions)
 
 
@@ -147,8 +147,8 @@ def _served(
 
     (before, after), robot = pipelines, Robot(frames[0])
     raw = {**robot.observation(frames[0]), TASK: frames[0][TASK]}
-    seen = helpers.raw_observation_to_observation(raw, robot.features, policy.config.image_features)
-    chunk = policy.predict_action_chunk(before(seen))
+    observation = helpers.raw_observation_to_observation(raw, robot.features, policy.config.image_features)
+    chunk = policy.predict_action_chunk(before(observation))
     return torch.stack([after(chunk[:, step]) for step in range(steps)], dim=1)[0]
 
 

@@ -364,11 +364,11 @@ def page() -> str:
         "`--help` of each program prints the same. What `lerobot-train` has besides: "
         "[lerobot_train.md](lerobot_train.md).",
     ]
-    seen: list[Option] = []
+    printed: list[Option] = []
     for program in PROGRAMS:
         flags = program.flags
-        new = [option for option in flags.values() if option not in seen]
-        shared = [name for name, option in flags.items() if option in seen]
+        new = [option for option in flags.values() if option not in printed]
+        shared = [name for name, option in flags.items() if option in printed]
         lines += ["", f"## python {program.command}", "", program.summary]
         if program.presets:
             lines += ["", "Presets: flags that come before those given.", "", "| `--preset` | flags |", "|---|---|"]
@@ -378,7 +378,7 @@ def page() -> str:
         for section in dict.fromkeys(option.section for option in new):
             lines += ["", f"### {section}", "", "| flag | values | default | |", "|---|---|---|---|"]
             lines += [_row(option) for option in new if option.section == section]
-        seen += new
+        printed += new
     return "\n".join(lines)
 
 

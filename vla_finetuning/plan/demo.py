@@ -95,8 +95,8 @@ def make_demo_dataset(folder: Path, *, pairs: int, seed: int = DEMO_SEED, disobe
             for scene, target, colour in episodes:
                 for state, action in zip(*demonstrate(scene, colour), strict=True):
                     frame = {"observation.state": state, "action": action, "task": INSTRUCTIONS[target]}
-                    seen = two_bins_scene.render(scene, state).items()
-                    dataset.add_frame({f"observation.images.{name}": image for name, image in seen} | frame)
+                    images = two_bins_scene.render(scene, state).items()
+                    dataset.add_frame({f"observation.images.{name}": image for name, image in images} | frame)
                 dataset.save_episode(parallel_encoding=False)
         finally:
             dataset.finalize()  # also after a failure: the garbage collector would write again

@@ -79,8 +79,8 @@ def _draw(key: str, curves: Curves, x_name: str, marks: Sequence[float]) -> dict
         marks=marks if x_name == "steps" else (),
     )
     texts = [
-        f"{name if len(curves) > 1 else ''} from {seen[0]:.4g} to {seen[-1]:.4g}, lowest {seen.min():.4g}".strip()
+        f"{name if len(curves) > 1 else ''} from {finite[0]:.4g} to {finite[-1]:.4g}, lowest {finite.min():.4g}".strip()
         for name, (_, y) in curves.items()
-        if len(seen := y[np.isfinite(y)])
+        if len(finite := y[np.isfinite(y)])
     ]
     return {"svg": figures.to_svg(chart, f"{key} over {x_name}: {'; '.join(texts)}{f', {axis}' if unit else ''}")}

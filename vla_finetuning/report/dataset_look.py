@@ -412,7 +412,7 @@ def _sample_cameras(
     if read:
         spread = np.asarray(read)[np.linspace(0, len(read) - 1, CAMERA_EPISODES).astype(int)]
         chosen = list(dict.fromkeys([example, *spread.tolist()]))[:CAMERA_EPISODES]
-    seen: dict[str, dict[int, np.ndarray]] = {key: {} for key in cameras}
+    images: dict[str, dict[int, np.ndarray]] = {key: {} for key in cameras}
     times, starts = dict[int, np.ndarray](), first_positions(meta)
     findings = []
     for key in cameras:
@@ -422,13 +422,13 @@ def _sample_cameras(
                 frames = np.unique(np.linspace(0, int(meta.episode_length[episode]) - 1, MOMENTS).astype(np.int64))
                 positions = frames + int(starts[episode])
                 (batch,) = source.read_rows(positions.tolist(), len(positions))
-                seen[key][episode] = batch[key]
+                images[key][episode] = batch[key]
                 times[episode] = frames / meta.fps
         except (ValueError, OSError) as error:
             findings.append(Finding("damaged", f"camera {key} cannot be read: {_reason(meta, error)}"))
-        findings += camera_findings(key, seen[key].values())
+        findings += camera_findings(key, images[key].values())
     sheet = [
-        Moment(example, float(time_s), {key: seen[key][example][i] for key in cameras if example in seen[key]})
+        Moment(example, float(time_s), {key: images[key][example][i] for key in cameras if example in images[key]})
         for i, time_s in enumerate(times.get(example, []))
     ]
     return sheet, findings

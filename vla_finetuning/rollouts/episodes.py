@@ -81,12 +81,12 @@ class Acted(NamedTuple):
 
     Attributes:
         actions: actions to execute until the next decision, float32 (T, A), in the environment's units.
-        left: rest of the chunk; None if nothing depends on it.
+        rest: rest of the chunk; None if nothing depends on it.
         text: text that the policy wrote, if it has written one.
     """
 
     actions: np.ndarray
-    left: LeftOver | None = None
+    rest: LeftOver | None = None
     text: str | None = None
 
 
@@ -98,7 +98,7 @@ class Playing:
         chunks: chunks to execute so far, (T, A) each; a restarted episode replays them.
         failures: number of processes that failed while they held the episode.
         bootstraps: whether the policy also decides for the state at the time limit; this decision is not executed.
-        left: the rest of the last chunk (`Player.act`).
+        rest: the rest of the last chunk (`Player.act`).
         texts: texts that the policy wrote, one per decision.
     """
 
@@ -107,7 +107,7 @@ class Playing:
     chunks: list[np.ndarray] = field(default_factory=list)
     failures: int = 0
     bootstraps: bool = False
-    left: LeftOver | None = None
+    rest: LeftOver | None = None
     texts: list[str] = field(default_factory=list)
 
     @property

@@ -216,7 +216,7 @@ class Player:
         instructions: Sequence[str],
         keys: Sequence[Key],
         delay: int = 0,
-        left: Sequence[LeftOver | None] = (),
+        rests: Sequence[LeftOver | None] = (),
     ) -> list[Acted]:
         """Return each row's actions from its observation to the next decision, n_action_steps later.
 
@@ -226,18 +226,18 @@ class Player:
 
         Args:
             observation: N rows in the form of gymnasium's vector environments.
-            left: rest of each row's last chunk; None for an episode's first chunk, which all rows have or none.
+            rests: rest of each row's last chunk; None for an episode's first chunk, which all rows have or none.
         """
         if self._has_own_draws and len(keys) > 1:
             # The policy has one generator for a whole batch, so predict each row alone, preprocessing included:
             # processors of language models pack the images of a batch, and others keep the states of the last batch.
             return [
-                self.act(select_rows(observation, [row]), [instructions[row]], [key], delay, left[row : row + 1])[0]
+                self.act(select_rows(observation, [row]), [instructions[row]], [key], delay, rests[row : row + 1])[0]
                 for row, key in enumerate(keys)
             ]
         if self._acting.controller == "select_action":
             return self._act_by_steps(observation, instructions, keys)
-        steps, before = self._policy.config.n_action_steps, [last for last in left if last is not None]
+        steps, before = self._policy.config.n_action_steps, [last for last in rests if last is not None]
         predicted, texts = self._chunk(observation, instructions, keys, delay, before)
         absolute = self._absolute(predicted)
         actions = self._env_units(absolute[:, : steps + delay])
@@ -276,11 +276,11 @@ class Player:
         instructions: Sequence[str],
         keys: Sequence[Key],
         delay: int = 0,
-        left: Sequence[LeftOver] = (),
+        rests: Sequence[LeftOver] = (),
     ) -> tuple[torch.Tensor, Sequence[str | None]]:
         """Predict a normalised chunk for each row, (N, T, A), and write its text, if the policy does.
 
-        `delay` as for `act`; `left` is empty for first chunks.
+        `delay` as for `act`; `rests` is empty for first chunks.
         """
         use_amp = self._policy.config.use_amp and self._rtc is None  # as lerobot-eval and lerobot-rollout
         with torch.no_grad(), torch.autocast(self._device.type, enabled=use_amp):
@@ -296,7 +296,7 @@ class Player:
                 if self._rtc is None or self._continues:  # else LeRobot predicts, of images
                     batch |= features
             if self._rtc is not None:
-                chunk = self._continue(batch, keys, delay, left)
+                chunk = self._continue(batch, keys, delay, rests)
             elif self._acting.guidance != 1.0:
                 plain = batch | self.prepare(observation, instructions, texts=texts)
                 chunk = guided_chunk(self._loss, batch, plain, self._noise(keys), self._acting.guidance)
@@ -304,9 +304,9 @@ class Player:
                 chunk = continue_chunk(self._loss, batch, self._noise(keys)) if texts else self._predict(batch, keys)
             return chunk, texts or [None] * len(keys)
 
-    def _prefix(self, left: Sequence[LeftOver], horizon: int) -> torch.Tensor:
+    def _prefix(self, rests: Sequence[LeftOver], horizon: int) -> torch.Tensor:
         """Return the rest of the last chunks in the policy's current frame, (N, horizon, A), like LeRobot."""
-        prefix = torch.from_numpy(np.stack([last.prefix for last in left if last.prefix is not None])).to(self._device)
+        prefix = torch.from_numpy(np.stack([last.prefix for last in rests if last.prefix is not None])).to(self._device)
         if self._relative is not None:
             state = self._relative.get_cached_state()
             assert state is not None
@@ -315,11 +315,11 @@ class Player:
         return F.pad(prefix, (0, 0, 0, horizon - prefix.shape[1]))
 
     def _continue(
-        self, batch: dict[str, Any], keys: Sequence[Key], delay: int, left: Sequence[LeftOver]
+        self, batch: dict[str, Any], keys: Sequence[Key], delay: int, rests: Sequence[LeftOver]
     ) -> torch.Tensor:
-        """Predict chunks (N, T, A) that continue the last ones; `delay` and `left` as for `_chunk`."""
+        """Predict chunks (N, T, A) that continue the last ones; `delay` and `rests` as for `_chunk`."""
         assert self._rtc is not None
-        prefix = self._prefix(left, self._rtc.execution_horizon) if left else None
+        prefix = self._prefix(rests, self._rtc.execution_horizon) if rests else None
         if self._continues:
             given = None if prefix is None else prefix[:, :delay]
             return continue_chunk(self._loss, batch, self._noise(keys), given)
@@ -468,8 +468,8 @@ def rtc_options(config: PreTrainedConfig) -> RTCConfig:
     settings: Any = config
     if settings.rtc_config is not None:
         return replace(settings.rtc_config, enabled=True)
-    left = max(1, settings.chunk_size - settings.n_action_steps)
-    return RTCConfig(execution_horizon=min(RTCConfig().execution_horizon, left))
+    remaining = max(1, settings.chunk_size - settings.n_action_steps)
+    return RTCConfig(execution_horizon=min(RTCConfig().execution_horizon, remaining))
 
 
 def check_rtc(config: PreTrainedConfig, guidance: float) -> None:

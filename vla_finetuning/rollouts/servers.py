@@ -48,7 +48,7 @@ class Row:
     blindfolded: bool
     key: Key
     delay: int = 0
-    left: LeftOver | None = None
+    rest: LeftOver | None = None
 
 
 def load_players(sources: Mapping[str, PolicySource], threads: int) -> dict[str, Player]:
@@ -84,12 +84,12 @@ class PolicyServer:
         # Rows of a forward share the delay, and all or none of them have a last chunk.
         groups: dict[tuple[str, int, bool], list[int]] = {}
         for i, row in enumerate(rows):
-            groups.setdefault((row.policy, row.delay, row.left is None), []).append(i)
+            groups.setdefault((row.policy, row.delay, row.rest is None), []).append(i)
         for (policy, delay, _), numbers in groups.items():
             for batch in itertools.batched(numbers, self._batch_size):
                 padded = [*batch, *[batch[-1]] * (self._batch_size - len(batch))] if self._exact else batch
                 shown = select_rows(seen, padded), [rows[i].instruction for i in padded], [rows[i].key for i in padded]
-                acted = self._players[policy].act(*shown, delay, [rows[i].left for i in padded])
+                acted = self._players[policy].act(*shown, delay, [rows[i].rest for i in padded])
                 decided |= dict(zip(batch, acted, strict=False))
         return [decided[i] for i in range(len(rows))]
 
@@ -175,7 +175,7 @@ class PolicyServers(Policy):
                 self._loaded.add(server)
                 waited = (playing for seat in batch for playing in seat.playing)
                 for playing, acted in zip(waited, decided, strict=True):
-                    playing.left = acted.left
+                    playing.rest = acted.rest
                     playing.texts += [] if acted.text is None else [acted.text]
                 yield batch, [acted.actions for acted in decided]
         for ref, (server, since) in list(self._busy.items()):
@@ -197,7 +197,7 @@ class PolicyServers(Policy):
         episode, condition = playing.episode, self._conditions[playing.episode.condition]
         instruction = condition.instructions.get(decision.instruction, decision.instruction)
         key = (self._seed, episode.task, episode.episode, decision.decision)
-        return Row(condition.policy, instruction, condition.blindfolded, key, condition.delay, playing.left)
+        return Row(condition.policy, instruction, condition.blindfolded, key, condition.delay, playing.rest)
 
 
 @dataclass(frozen=True)

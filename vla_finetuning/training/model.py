@@ -84,8 +84,8 @@ def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> Trainable
         constants = {"lr": recipe.peak, "betas": built.betas, "eps": built.eps, "weight_decay": built.weight_decay}
         groups: list[dict[str, Any]] = [{"params": list(loss.critic.parameters())}]
         if spec.value.backbone_lr is not None:
-            seen = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-            groups.append({"params": seen, "lr_scale": spec.value.backbone_lr / recipe.peak})
+            parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+            groups.append({"params": parameters, "lr_scale": spec.value.backbone_lr / recipe.peak})
         optimizer = torch.optim.AdamW(groups, **constants, fused=True)
         return take_optimizer(loss, optimizer, schedule=recipe.schedule(steps), clip_norm=recipe.clip_norm)
     return take_optimizer(

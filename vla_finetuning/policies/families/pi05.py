@@ -343,9 +343,9 @@ def _keys_values(module: Any, normed: Tensor, rotation: tuple[Tensor, Tensor]) -
     return rotated(heads_of(module.k_proj, normed, module), rotation), heads_of(module.v_proj, normed, module)
 
 
-def attend_rotated(module: Any, normed: Tensor, rotation: tuple[Tensor, Tensor], *seen: Any) -> Tensor:
-    """Compute attention of `normed` (B, tokens, width): (B, tokens, heads * head_dim). seen: arguments of `attend`."""
-    return attend(module, rotated(heads_of(module.q_proj, normed, module), rotation), *seen)
+def attend_rotated(module: Any, normed: Tensor, rotation: tuple[Tensor, Tensor], *tail: Any) -> Tensor:
+    """Compute attention of `normed` (B, tokens, width): (B, tokens, heads * head_dim). tail: arguments of `attend`."""
+    return attend(module, rotated(heads_of(module.q_proj, normed, module), rotation), *tail)
 
 
 def finish_layer(

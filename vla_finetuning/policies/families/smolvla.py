@@ -136,9 +136,9 @@ class SmolVLALoss(FlowLoss):
         language, expert = self._pairs[0][0].self_attn, self.policy.model.vlm_with_expert.lm_expert.layers[0].self_attn
         attentions = []
         for prompt in prompts:
-            seen = images + prompt
+            length = images + prompt
             attentions += [
-                (language, Shape("prefix", seen, images, prompt, 0, self._prefix_trains)),
+                (language, Shape("prefix", length, images, prompt, 0, self._prefix_trains)),
                 (language, Shape("state", 1, images, prompt, 1, True)),
             ]
             if not all(self._crosses):
