@@ -66,6 +66,10 @@ def test_any_option_of_the_average_asks_for_it():
 def test_a_run_is_not_resumed_with_another_preset(started):
     _, resume = started("--preset=h100")
     assert parse_args([*resume, "--preset=h100"]) == parse_args(resume)
+    own = f"--config_path={resume[0].partition('=')[2]}/{CONFIG_NAME}"
+    assert parse_args([*resume, own]) == parse_args([resume[0], "--resume=auto", "--config_path=/other"])
+    with pytest.raises(ValueError, match="--config_path with --resume: the run goes on with its own options"):
+        parse_args([*resume, "--config_path=/other"])
     with pytest.raises(ValueError, match="--preset l4 with --resume: the run was started with --preset h100, and its"):
         parse_args([*resume, "--preset=l4"])
 
@@ -286,6 +290,11 @@ def test_one_flag_replaces_what_a_preset_or_another_run_says_of_it(tmp_path):
     assert (new.dataset.root, new.dataset.repo_id, new.dataset.revision) == ("/d", None, None)
     assert parse_args([*go_on, "--dataset.repo_id=a/c"]).dataset.revision is None
     assert parse_args([*go_on, "--policy.type=act"]).policy_path is None
+    saved = parse_args([*DATA, "--preset=demo", "--log_freq=7", "--dataset.episodes=3,7"])
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(saved.to_json()))
+    new = parse_args([*go_on, "--preset=l4", "--dataset.root=/e"])
+    assert (new.lr, new.warmup_frac, new.log_freq, new.dataset.episodes) == (None, None, 7, None)
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(parse_args([*hub, f"--output_dir={tmp_path}"]).to_json()))
     resumed = parse_args(["--resume", f"--output_dir={tmp_path}", *hub[:1], *hub[2:3], "--steps=9"])
     assert (resumed.policy_revision, resumed.dataset.revision, resumed.num_epochs) == ("c2", "c1", None)
 
@@ -389,6 +398,7 @@ def test_what_is_left_blank_in_a_file_of_a_mixture_is_not_given(tmp_path):
         ({"batch_sise": 3}, "batch_sise is no option; did you mean batch_size"),
         ({"dataset": {"rot": "/d"}}, "dataset.rot is no option; did you mean dataset.root"),
         ({"train": {"feature_cache": "/f"}}, "train.feature_cache is no option; delete its line"),
+        ({"grpo": {"method": "ppo"}, "dataset": {}}, "is of a run of grpo.py: give the folder or file of another run"),
         ({"batch_size": "3"}, '--batch_size="3": expected a whole number'),
         ({"batch_size": True}, "--batch_size=true: expected a whole number"),
         ({"train": {"mode": "all"}}, "expected one of heads, expert, full"),
@@ -415,6 +425,7 @@ def test_every_option_of_a_run_is_saved_and_comes_back(started, tmp_path):
     assert parse_args(resume) == replace(first, resume=True)
     assert parse_args([*resume, "--grad_accum=2"]) == replace(first, resume=True, grad_accum=2)
     saved = first.to_json()
+    saved["given"] = {"train.feature_cache": 3}
     saved["train"]["feature_cache"] = None  # as earlier versions wrote an option that is gone
     (tmp_path / CONFIG_NAME).write_text(json.dumps(saved))
     assert parse_args(resume) == replace(first, resume=True)

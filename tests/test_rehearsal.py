@@ -39,7 +39,8 @@ REAL = Path(__file__).resolve().parents[2] / "shared/real/g1_inspire_v21"
     ],
 )
 def test_a_rehearsal_is_as_long_as_its_dataset_asks_for(argv, frames, steps):
-    assert parse_args(["--preset", "demo", *argv]).resolve_steps(frames) == steps
+    config = parse_args(["--preset", "demo", *argv])
+    assert (config.resolve_steps(frames), config.steps or steps) == (steps, steps)
 
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"

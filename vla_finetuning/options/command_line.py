@@ -45,7 +45,10 @@ REPLACES = {"steps": ["num_epochs"], "num_epochs": ["steps"], "optimizer.lr": ["
 # The same for a new run with the options of another one; a resumed run keeps its policy and data.
 POLICY = ["policy.path", "policy.type", "policy.pretrained_revision"]
 DATA = ["dataset.root", "dataset.repo_id", "dataset.mixture", "dataset.revision"]
+DATA += ["dataset.episodes", "dataset.exclude_episodes"]
 SOURCES = {"policy.path": POLICY, "policy.type": POLICY} | dict.fromkeys(DATA[:3], DATA)
+# Groups of options that only one program's runs have.
+OWN_GROUPS = {"recap": "vla.py", "grpo": "grpo.py", "value": "value.py"}
 # Flags that set two options.
 PAIRS = {"scaling.num_workers": "scaling.min_workers", "keep_best": "keep_best_by"}
 CONFIG_PATH = Option(
@@ -53,7 +56,8 @@ CONFIG_PATH = Option(
     path="config_path",
     annotation=str | None,
     default=None,
-    help="A run's config.json, whose options, as they were given, come before the preset's and those given.",
+    help="A run's config.json, whose options, as they were given, come before the preset's and those given. --preset "
+    "replaces that run's preset.",
     form="a file",
     section="The run and its folder",
 )
@@ -179,12 +183,15 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
     if preset is not None and preset not in presets:
         raise ValueError(f"--preset {preset}: expected one of {', '.join(presets)}")
     config_path = names.pop("config_path", None)
-    if names.get("resume", "").lower() == "auto":
+    starts_or_resumes = names.get("resume", "").lower() == "auto"
+    if starts_or_resumes:
         names["resume"] = str(_config_of_run(names, presets).is_file()).lower()
     resumed = "resume" in names and flags["resume"].read(names["resume"])
     if resumed:
         # The run keeps its options; only flags of this command line change them.
         saved = _config_of_run(names, presets)
+        if config_path and not starts_or_resumes and as_file(config_path).absolute() != saved.absolute():
+            raise ValueError("--config_path with --resume: the run goes on with its own options; leave one of them out")
         config_path, preset = str(saved), None
         if not saved.is_file():
             raise FileNotFoundError(
@@ -197,15 +204,16 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
         if option not in names and any(name.startswith(f"{option.partition('.')[0]}.") for name in names):
             defaults[option] = value
     defaults = {name: text for name, text in defaults.items() if name not in _replaced(names, resumed)}
-    own_data = {"dataset.root", "dataset.repo_id", "dataset.mixture"} & names.keys()
-    if preset == "demo" and program.config_type is Config and own_data:
-        defaults["steps"] = "null"  # the size of the dataset sets the length of a rehearsal
     config = program.config_type()
     replaced = {flags[name].path for name in _replaced([*defaults, *names], resumed) if name in flags}
     saved_options = dict(_saved_options(as_file(config_path), program.config_type)) if config_path else {}
-    given = saved_options.pop("given", {})
+    given = {path: value for path, value in saved_options.pop("given", {}).items() if path in saved_options}
     if not resumed:  # its plan decides anew
         saved_options |= given
+    for name, text in presets.get(saved_options.get("preset"), {}).items() if preset else ():
+        for path, value in _values(name, text, flags, program.config_type):
+            if saved_options.get(path) == value:
+                del saved_options[path]
     for path, value in saved_options.items():
         if path not in replaced:
             set_option(config, path, value)
@@ -302,6 +310,9 @@ def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
     if not isinstance(saved, dict):
         raise ValueError(f"{path}: expected a JSON object; give a run's {CONFIG_NAME}")
     options = {option.path: option for option in options_of(config_type)}
+    for group in OWN_GROUPS.keys() & saved.keys():
+        if not any(name.startswith(f"{group}.") for name in options):
+            raise ValueError(f"{path} is of a run of {OWN_GROUPS[group]}: give the folder or file of another run")
     if {"policy", "dataset", "wandb"} <= saved.keys():
         raise ValueError(
             f"{path} is of lerobot-train, whose --config_path goes on with its own runs; here --output_dir FOLDER "

@@ -20,6 +20,7 @@ from vla_finetuning.options.recap import OutcomeOptions, RecapOptions, ValueData
 from vla_finetuning.options.sample_weighting import SampleWeightingOptions
 from vla_finetuning.options.scaling import ScalingOptions, WorkerOptions
 from vla_finetuning.options.schedule import (
+    DEMO_STEPS,
     REHEARSAL_EPOCHS,
     REHEARSAL_STEPS,
     WARMUP_FRAC,
@@ -193,8 +194,8 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
         """Return the optimizer steps: `steps`, or epochs of the data, capped by MAX_TRAIN_STEPS."""
         if self.steps is not None:
             steps = self.steps
-        elif self.is_rehearsal and self.num_epochs is None:
-            least, most = REHEARSAL_STEPS
+        elif self.preset == "demo" and self.num_epochs is None:
+            least, most = REHEARSAL_STEPS if self.is_rehearsal else (DEMO_STEPS, DEMO_STEPS)
             steps = max(least, min(most, math.ceil(REHEARSAL_EPOCHS * rows_per_epoch / self.global_batch_size)))
         else:
             steps = math.ceil((self.num_epochs or 1.0) * rows_per_epoch / self.global_batch_size)
@@ -273,8 +274,6 @@ PRESETS: dict[str, dict[str, str]] = {
         "output_dir": "outputs/demo",
         "train.mode": "full",
         **ON_A_LAPTOP,
-        # After 300 steps the gripper reaches its bin as often, but leaves it again in one of eight scenes.
-        "steps": "900",
         "lr": "1e-3",
         "warmup_frac": "0.05",
         "log_freq": "20",
