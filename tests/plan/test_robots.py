@@ -237,10 +237,14 @@ def test_the_plan_and_the_report_count_a_strides_time(folder, tmp_path):
 
 @pytest.mark.parametrize("statistics", ["exact", "lerobot"])
 def test_relative_actions_are_normalised_by_chunks_of_their_own_rate(folder, tmp_path, statistics):
-    """Against numpy over the rows that are trained on."""
+    """Against numpy over the rows that are trained on, whose dimensions are in another order than the files'."""
     flags = ("--policy.use_relative_actions=true", f"--dataset.statistics={statistics}")
     flags += ("--dataset.missing_cameras=mask", f"--output_dir={tmp_path / 'run'}")
-    run = with_stats(mixed(folder, *flags, mixture={"members": [{**MIXTURE["members"][1], "fps": 10}]}))
+    names = {
+        "action": [f"motor_{i}" for i in (2, 0, 1, 4, 3)],
+        "state": [f"joint_{i}" for i in (5, 3, 4, 1, 2, 0)],
+    }
+    run = with_stats(mixed(folder, *flags, mixture={"members": [{**MIXTURE["members"][1], **names, "fps": 10}]}))
     (rows,) = run.rows.source((0, run.rows.per_epoch)).read_rows(range(run.rows.per_epoch), run.rows.per_epoch)
     whole = ~rows["action_is_pad"].any(axis=1)
     assert 0 < whole.sum() < len(whole)
@@ -248,7 +252,7 @@ def test_relative_actions_are_normalised_by_chunks_of_their_own_rate(folder, tmp
     stats = run.robots[0].stats["action"]
     for name, expected in (("min", chunks.min(0)), ("max", chunks.max(0)), ("mean", chunks.mean(0))):
         np.testing.assert_allclose(stats[name], expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(stats["q99"], np.quantile(chunks, 0.99, axis=0), atol=0.02 * np.ptp(chunks))
+    np.testing.assert_allclose(stats["q99"], np.quantile(chunks, 0.99, axis=0), atol=0.03 * np.ptp(chunks))
 
 
 def test_loss_and_gradient_of_a_row_are_those_alone(both):

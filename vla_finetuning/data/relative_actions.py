@@ -39,9 +39,15 @@ def relative_action_stats(
     cache_dir: str | Path | None,
     episodes: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """Return all statistics of a dataset's relative actions. Parameters and errors are those of `complete_stats`."""
+    """Return all statistics of a dataset's relative actions, with dimensions in the order of rows.
+
+    Parameters and errors are those of `complete_stats`.
+    """
     check_relative(meta, relative, episodes)
-    name = digest(meta, [ACTION], episodes, {**asdict(relative), "state": stored_as(meta.features[STATE])})
+    orders = [meta.features[key].order for key in (ACTION, STATE)]
+    name = digest(
+        meta, [ACTION], episodes, {**asdict(relative), "state": stored_as(meta.features[STATE]), "orders": orders}
+    )
     return cached_stats([ACTION], cache_dir, name, partial(_compute, meta, relative, episodes))[ACTION]
 
 
@@ -80,6 +86,9 @@ def _compute(meta: DatasetMetadata, relative: RelativeActions, episodes: np.ndar
     columns: dict[str, list[np.ndarray]] = {ACTION: [], STATE: [], "episode_index": []}
     read = in_threads(meta, episodes, lambda file: list(episode_arrays(meta.fs, features=[*features.values()], **file)))
     for episode, arrays in itertools.chain(*read):
+        for feature in features.values():
+            if feature.order is not None:
+                arrays[feature.key] = arrays[feature.key][:, list(feature.order)]
         for phase in range(relative.step):  # every `step`-th frame of an episode is like an episode
             rows = {key: arrays[feature.key][phase :: relative.step] for key, feature in features.items()}
             rows["episode_index"] = np.full(len(rows[ACTION]), episode * relative.step + phase)

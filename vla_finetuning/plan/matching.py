@@ -33,7 +33,6 @@ from vla_finetuning.plan.mixture import (
     unify_order,
 )
 from vla_finetuning.plan.names import chosen_cameras, own_names
-from vla_finetuning.plan.statistics import relative_actions
 from vla_finetuning.policies.matching import FeatureMatch, FeatureRow, match_features
 from vla_finetuning.policies.processors import normalization_mode
 from vla_finetuning.policies.registry import family_of, types_that
@@ -169,16 +168,7 @@ def _match_robot(
         not_read = f" (not read of the dataset: {'; '.join(meta.not_read)})" if meta.not_read else ""
         raise ValueError(f"dataset {meta.root} and {policy_name}: {error}{not_read}") from error
     check_same_features(group.metas, match.keys)
-    metas = unify_order(group.metas, match.keys, config.dataset.dimension_map)
-    relative = relative_actions(policy_config)
-    for meta in metas:
-        if relative is not None and any(meta.features[key].order is not None for key in match.keys):
-            raise ValueError(
-                f"dataset {meta.root}: its dimensions are in another order than the first dataset's, in which "
-                "statistics of relative actions cannot be joined: convert it to that order, or train with absolute "
-                "actions, --policy.use_relative_actions=false"
-            )
-    return metas, match
+    return unify_order(group.metas, match.keys, config.dataset.dimension_map), match
 
 
 def _chosen_cameras(metas: Metas, members: Sequence[Member]) -> list[str]:

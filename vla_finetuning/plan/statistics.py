@@ -246,7 +246,6 @@ def compute_stats(
         relative=relative,
         skip_unreadable=config.dataset.on_error == "skip",
     )
-    # `per_dataset` has dimensions in the order of rows, and `meta.stats` in the order of files.
     completed = tuple(
         replace(meta, stats={**meta.stats, **{key: _as_in_files(meta, key, values) for key, values in stats.items()}})
         for meta, stats in zip(metas, per_dataset, strict=True)
@@ -274,7 +273,8 @@ def _compute_as_lerobot(
     def completed(episodes: np.ndarray) -> DatasetMetadata:
         stats = complete_stats(meta, absolute, cache_dir=cache_dir, episodes=episodes)
         if relative is not None and ACTION in missing:
-            stats[ACTION] = relative_action_stats(meta, relative, cache_dir=cache_dir, episodes=episodes)
+            values = relative_action_stats(meta, relative, cache_dir=cache_dir, episodes=episodes)
+            stats[ACTION] = _as_in_files(meta, ACTION, values)
         return replace(meta, stats=stats)
 
     episodes = known_episodes(meta)
@@ -289,6 +289,7 @@ def _compute_as_lerobot(
 
 
 def _as_in_files(meta: DatasetMetadata, key: str, stats: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return statistics whose dimensions are in the order of rows as `meta.stats` has them."""
     order = meta.features[key].order
     if order is None:
         return stats
