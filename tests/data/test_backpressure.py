@@ -26,7 +26,7 @@ def small_cluster():
 
 @pytest.mark.gate
 @pytest.mark.ray
-def test_a_slow_consumer_makes_nothing_spill(small_cluster, tmp_path, monkeypatch):
+def test_slow_consumer_causes_no_spilling(small_cluster, tmp_path, monkeypatch):
     root = make_dataset(
         tmp_path / "d", episodes=(30, 30), cameras={TOP: SIZE}, vcodec="h264", video_files_size_in_mb=100
     )

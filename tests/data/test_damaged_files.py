@@ -87,14 +87,14 @@ def set_row(key, row, value):
     ],
     ids=["cut", "shorter", "another size", "timestamps", "another episode", "no task", "rows missing", "image"],
 )
-def test_a_damaged_file_is_named(root, damage, message):
+def test_damaged_file_is_named_in_error(root, damage, message):
     damage(root)
     with pytest.raises(ValueError, match=message):
         read_directly(datasource([load_metadata(root)], check_files=False))
 
 
 @pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
-def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tmp_path, windows, monkeypatch):
+def test_on_error_skip_skips_only_unreadable_episodes(tmp_path, windows, monkeypatch):
     root = make_dataset(tmp_path / "damaged")
     meta = load_metadata(root)
     sound = next(datasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
@@ -149,7 +149,7 @@ def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tm
 
 @pytest.mark.parametrize("gone", ["", "data", f"videos/{TOP}"])
 @pytest.mark.parametrize("unmounted", [True, False])
-def test_a_dataset_that_is_gone_is_no_reason_to_skip(root, gone, unmounted):
+def test_on_error_skip_raises_if_dataset_folder_vanishes(root, gone, unmounted):
     source = datasource([load_metadata(root)], on_error="skip")
     shutil.rmtree(root / gone)
     if unmounted:
@@ -158,7 +158,7 @@ def test_a_dataset_that_is_gone_is_no_reason_to_skip(root, gone, unmounted):
         next(source.read_rows(range(54), 54))
 
 
-def test_a_window_of_index(tmp_path):
+def test_windows_of_index_columns_equal_lerobots(tmp_path):
     """Also of rows that cannot be read."""
     root = make_dataset(tmp_path / "windows", episodes=(3, 5), cameras={}, data_files_size_in_mb=1e-6)
     windows = {key: [-1 / FPS, 0.0, 1 / FPS] for key in ("index", "frame_index")}
@@ -173,7 +173,7 @@ def test_a_window_of_index(tmp_path):
     np.testing.assert_array_equal(again["index"], rows["index"])
 
 
-def test_a_store_that_does_not_answer_is_no_reason_to_skip(original, monkeypatch):
+def test_on_error_skip_raises_if_store_does_not_answer(original, monkeypatch):
     meta = load_metadata(original)
 
     def refuses(*_):
@@ -184,7 +184,7 @@ def test_a_store_that_does_not_answer_is_no_reason_to_skip(original, monkeypatch
         next(datasource([meta], on_error="skip").read_rows(range(9), 9))
 
 
-def test_an_empty_value_damages_its_episode_alone(tmp_path):
+def test_null_value_invalidates_only_its_episode(tmp_path):
     """Not the others of its row group, which may be the whole file."""
     root = make_dataset(tmp_path / "one_file", cameras={}, data_files_size_in_mb=100)
 

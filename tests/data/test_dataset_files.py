@@ -44,7 +44,7 @@ def test_select_episodes(original):
         ([[1]], "expected a list of whole numbers"),
     ],
 )
-def test_select_episodes_refuses(original, episodes, message):
+def test_select_episodes_refuses_invalid_numbers(original, episodes, message):
     with pytest.raises(ValueError, match=f"dataset {original}: episodes: .*{message}"):
         select_episodes(load_metadata(original), episodes)
 
@@ -74,7 +74,7 @@ def test_check_files_names_the_file_and_its_episodes(root, kind, what):
 
 @pytest.mark.parametrize("kept", [0.9, "bytes", "header"])
 @pytest.mark.parametrize("kind", ["mp4", "parquet"])
-def test_files_that_are_cut_short_are_found(root, kind, kept):
+def test_truncated_files_are_found(root, kind, kept):
     """As a copy that ended early leaves them, or one that wrote something else in their place."""
     meta = load_metadata(root)
     path = root / (meta.video_files[TOP][0] if kind == "mp4" else meta.data_files[0])
@@ -91,7 +91,7 @@ def test_files_that_are_cut_short_are_found(root, kind, kept):
     assert holes.cameras == ((TOP,) if kind == "mp4" else ()) and not holes.without_folder
 
 
-def test_an_mp4_of_other_recorders_is_whole(root):
+def test_mp4_box_variants_are_accepted(root):
     """Boxes with 64-bit sizes, a last one up to the end of the file, and unknown kinds."""
     path = root / load_metadata(root).video_files[TOP][0]
     content = path.read_bytes()
@@ -103,13 +103,13 @@ def test_an_mp4_of_other_recorders_is_whole(root):
     assert not find_missing_files(load_metadata(root))
 
 
-def test_check_files_without_a_whole_folder(root):
+def test_check_files_reports_missing_video_folder(root):
     shutil.rmtree(root / "videos")
     with pytest.raises(FileNotFoundError, match=r"mp4 is missing.*and \d+ more files"):
         check_files(load_metadata(root))
 
 
-def test_check_files_lists_folders_and_not_files(original, monkeypatch):
+def test_check_files_lists_each_folder_once(original, monkeypatch):
     meta = load_metadata(original)
     listed, find = [], type(meta.fs).find
     monkeypatch.setattr(type(meta.fs), "find", lambda self, path, **kw: listed.append(path) or find(self, path, **kw))
@@ -133,7 +133,7 @@ def as_hub_cache(dataset, cache):
     return snapshot
 
 
-def test_the_hubs_cache_is_made_of_links(original, tmp_path):
+def test_hub_cache_links_are_followed(original, tmp_path):
     snapshot = as_hub_cache(original, tmp_path)
     meta = load_metadata(snapshot)
     check_files(meta)
@@ -146,7 +146,7 @@ def test_the_hubs_cache_is_made_of_links(original, tmp_path):
         check_files(meta)
 
 
-def test_the_hubs_cache_may_not_leave_its_repository(original, tmp_path):
+def test_hub_cache_link_to_another_repository_is_refused(original, tmp_path):
     snapshot = as_hub_cache(original, tmp_path)
     other = tmp_path / "datasets--user--other" / "blobs" / "1"
     other.parent.mkdir(parents=True)
@@ -156,7 +156,7 @@ def test_the_hubs_cache_may_not_leave_its_repository(original, tmp_path):
     refuses(snapshot, "meta/stats.json is a link to .*, outside the dataset")
 
 
-def test_object_storage(original, monkeypatch):
+def test_check_files_in_object_storage(original, monkeypatch):
     """A bucket has no folders and no links."""
     memory = MemoryBucket()
     monkeypatch.setattr(storage, "Store", lambda *_: memory)

@@ -156,22 +156,22 @@ def assert_every_row(root, windows, rows_of):
 
 
 @pytest.mark.parametrize("name", ["rollover", "images", "mixed", "single_frames", "mixed without windows"])
-def test_every_row_equals_lerobots(rows_here, roots, name):
+def test_rows_equal_lerobots(rows_here, roots, name):
     assert_every_row(roots[name.split()[0]], None if "without" in name else WINDOWS, rows_here)
 
 
 @pytest.mark.ray
-def test_every_row_through_ray_equals_lerobots(ray_cluster, roots):
+def test_rows_through_ray_equal_lerobots(ray_cluster, roots):
     assert_every_row(roots["mixed"], WINDOWS, lambda root, **options: rows_of(read_lerobot(root, **options)))
 
 
 @pytest.mark.parametrize("parallelism", [5, 200])
-def test_each_index_once_at_every_parallelism(rows_here, roots, parallelism):
+def test_each_row_is_read_once_at_any_parallelism(rows_here, roots, parallelism):
     rows = rows_here(roots["rollover"], override_num_blocks=parallelism, camera_keys=[WRIST], shuffle_seed=1)
     assert Counter(int(r["index"]) for r in rows) == Counter(range(54))
 
 
-def test_an_episode_subset(rows_here, roots):
+def test_episode_subset_equals_lerobots(rows_here, roots):
     meta, chosen = load_metadata(roots["rollover"]), [1, 4, 3]
     reference = lerobot(roots["rollover"], episodes=sorted(chosen), delta_timestamps=WINDOWS)
     rows = list(rows_here(roots["rollover"], episodes=chosen, delta_timestamps=WINDOWS))
@@ -182,7 +182,7 @@ def test_an_episode_subset(rows_here, roots):
 
 
 @pytest.mark.parametrize("weights", [None, (1, 2)], ids=["together", "mixture"])
-def test_two_roots(rows_here, roots, weights):
+def test_rows_of_two_datasets_equal_lerobots(rows_here, roots, weights):
     names = ["rollover", "second"]  # 54 and 12 rows
     references = [lerobot(roots[n]) for n in names]
     meta = load_metadata(roots["rollover"])
@@ -205,7 +205,7 @@ def test_two_roots(rows_here, roots, weights):
 
 
 @pytest.mark.ray
-def test_rows_keep_their_order_when_tasks_do_not(ray_cluster, roots):
+def test_row_order_is_preserved_if_tasks_finish_out_of_order(ray_cluster, roots):
     import ray
 
     def late(batch):
@@ -220,7 +220,7 @@ def test_rows_keep_their_order_when_tasks_do_not(ray_cluster, roots):
 
 
 @pytest.mark.ray
-def test_a_stream_over_epochs_and_executions_keeps_its_order(ray_cluster, roots):
+def test_stream_order_is_preserved_over_executions(ray_cluster, roots):
     """Blocks come whole and in the plan's order, dealt to two consumers in turn, over several executions."""
     import ray
 
@@ -281,7 +281,7 @@ def decoded(monkeypatch):
     return counts
 
 
-def test_only_what_is_asked_for_is_decoded(roots, decoded):
+def test_only_selected_rows_and_cameras_are_decoded(roots, decoded):
     meta = load_metadata(roots["rollover"])
     read_directly(datasource([meta]))
     assert decoded[TOP] >= 54 and decoded[WRIST] >= 54
@@ -299,7 +299,7 @@ def test_only_what_is_asked_for_is_decoded(roots, decoded):
     assert 5 <= decoded[TOP] <= 8 < whole
 
 
-def test_segments_that_begin_at_key_frames_have_nothing_else_decoded(roots, decoded, monkeypatch):
+def test_segments_cut_at_key_frames_decode_fewer_frames(roots, decoded, monkeypatch):
     meta = load_metadata(roots["rollover"])
 
     def plan_and_frames():
@@ -318,7 +318,7 @@ def test_segments_that_begin_at_key_frames_have_nothing_else_decoded(roots, deco
 
 
 @pytest.mark.ray
-def test_projection_and_limit_reach_the_source(ray_cluster, roots):
+def test_projection_and_limit_are_pushed_down(ray_cluster, roots):
     broken = roots["rollover"].parent / "no_top"
     if not broken.exists():
         shutil.copytree(roots["rollover"], broken)
@@ -335,7 +335,7 @@ def test_projection_and_limit_reach_the_source(ray_cluster, roots):
 
 
 @pytest.mark.parametrize("limit", [0, 5])
-def test_tasks_read_no_more_than_their_limit(roots, monkeypatch, decoded, limit):
+def test_read_tasks_stop_at_row_limit(roots, monkeypatch, decoded, limit):
     """Ray passes the limit of `map(f).limit(0)` on, too, and cuts the rows itself."""
     without_ray(monkeypatch, CPU=1, object_store_memory=1e9)
     tasks = datasource([load_metadata(roots["rollover"])], num_tasks=2).get_read_tasks(1, per_task_row_limit=limit)
@@ -343,7 +343,7 @@ def test_tasks_read_no_more_than_their_limit(roots, monkeypatch, decoded, limit)
     assert 2 * limit <= decoded[TOP] < 20
 
 
-def test_columns_are_in_the_order_that_is_selected(roots):
+def test_projection_sets_column_order(roots):
     source = datasource([load_metadata(roots["rollover"])])
     selected = source.apply_projection({"task": "task", "action": "action"})
     assert read_directly(selected)[0].column_names == ["task", "action"]
@@ -351,7 +351,7 @@ def test_columns_are_in_the_order_that_is_selected(roots):
     assert read_directly(again)[0].column_names == ["action", "task"]
 
 
-def test_options_of_read_tasks_reach_ray(roots, monkeypatch):
+def test_read_options_are_passed_to_ray(roots, monkeypatch):
     given = {}
     monkeypatch.setattr(lerobot_datasource, "read_source", lambda source, **options: given.update(options))
     options = {
@@ -366,7 +366,7 @@ def test_options_of_read_tasks_reach_ray(roots, monkeypatch):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_dataset_outlives_a_session_of_ray(roots):
+def test_dataset_survives_ray_restart(roots):
     clusters.stop()
     clusters.start()
     dataset = read_lerobot(roots["rollover"]).select_columns(["index"])
@@ -377,7 +377,7 @@ def test_a_dataset_outlives_a_session_of_ray(roots):
 
 
 @pytest.mark.parametrize(("name", "size"), [("rollover", (224, 224)), ("mixed", (30, 70)), ("mixed", (57, 31))])
-def test_frames_are_fitted_as_lerobot_fits_them(roots, name, size):
+def test_resized_frames_equal_lerobots(roots, name, size):
     import torch
     from lerobot.policies.common.vla_utils import resize_with_pad_torch
 
@@ -401,12 +401,12 @@ def test_frames_are_fitted_as_lerobot_fits_them(roots, name, size):
             np.testing.assert_array_equal(rows[key][i].reshape(theirs.shape)[theirs == 0], 0)  # the black around
 
 
-def test_frames_that_a_dataset_lacks_take_no_space(tmp_path):
+def test_padded_cameras_take_no_cache_space(tmp_path):
     metas = [load_metadata(make_dataset(tmp_path / key, cameras={key: (16, 24)})) for key in (TOP, WRIST)]
     assert datasource(metas, padded=True).decoded_bytes() == 2 * datasource(metas[:1]).decoded_bytes() > 0
 
 
-def test_cameras_of_different_sizes_can_be_read_together_when_fitted(roots, tmp_path):
+def test_cameras_of_different_sizes_need_image_size(roots, tmp_path):
     metas = [load_metadata(roots["rollover"])]
     metas.append(load_metadata(make_dataset(tmp_path / "larger", cameras={TOP: (64, 64), WRIST: (96, 80)})))
     with pytest.raises(ValueError, match=f"differ in .*{TOP}"):
@@ -417,7 +417,7 @@ def test_cameras_of_different_sizes_can_be_read_together_when_fitted(roots, tmp_
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_datasets_that_store_numbers_of_other_widths_can_be_read_together(roots, tmp_path, padded):
+def test_datasets_of_float64_and_float32_are_mixed(roots, tmp_path, padded):
     """float64 becomes float32 in a row, as in LeRobot's."""
     root = shutil.copytree(roots["second"], tmp_path / "wider")
     wider = {"observation.state": pa.list_(pa.float64()), "action": pa.list_(pa.float64()), "timestamp": pa.float64()}
@@ -444,7 +444,7 @@ SHARES = {"all": [None], "shares": [BlockShare(0, 1, 3), BlockShare(1, 3, 3)]}
 
 @pytest.mark.parametrize("shares", SHARES)
 @pytest.mark.parametrize(("window", "first"), [(16, 0), (40, 6), (512, 0)])
-def test_shares_of_a_stream_are_all_of_it(roots, monkeypatch, window, first, shares):
+def test_stream_shares_cover_the_stream(roots, monkeypatch, window, first, shares):
     """Executions of a share each: whole blocks, those of its ranks in turn, with the rows that are at their places."""
     without_ray(monkeypatch, CPU=1, object_store_memory=1e9)
     ranks, block = 3, 2
@@ -488,7 +488,7 @@ def test_shares_of_a_stream_are_all_of_it(roots, monkeypatch, window, first, sha
 
 
 @pytest.mark.parametrize("size", [(720, 1280), (2160, 3840)])
-def test_blocks_and_reads_are_bounded_in_bytes(roots, size):
+def test_block_and_window_bytes_are_bounded(roots, size):
     """Not in rows: cameras of 720p must not blow up the object store."""
     meta = load_metadata(roots["rollover"])
     features = {k: replace(f, shape=(*size, 3)) if k in meta.camera_keys else f for k, f in meta.features.items()}
@@ -504,7 +504,7 @@ def test_blocks_and_reads_are_bounded_in_bytes(roots, size):
     assert source.block_rows > 1 or size == (2160, 3840)
 
 
-def test_how_many_windows_a_task_decodes():
+def test_reads_per_task_depend_on_cluster_resources():
     store = {"object_store_memory": 64e9}
     assert reads_per_task(1000, 200e6, {"CPU": 16, **store}) == 4
     assert reads_per_task(60, 200e6, {"CPU": 16, **store}) == 1  # every CPU has several tasks
@@ -529,7 +529,7 @@ def grown(meta, episodes, rows=300):
 
 
 @pytest.mark.parametrize("count", [1, 7, 60])
-def test_about_as_many_tasks_as_asked(roots, monkeypatch, count):
+def test_number_of_tasks_is_close_to_num_tasks(roots, monkeypatch, count):
     """Reads end at whole blocks, and often before the rows of a task."""
     without_ray(monkeypatch)
     meta = grown(load_metadata(roots["rollover"]), 300)
@@ -540,7 +540,7 @@ def test_about_as_many_tasks_as_asked(roots, monkeypatch, count):
 
 
 @pytest.mark.parametrize(("episodes", "seed", "stream"), [(20_000, None, True), (5000, 0, False), (20_000, 0, True)])
-def test_what_tasks_of_large_frames_read_is_megabytes(roots, monkeypatch, episodes, seed, stream):
+def test_serialized_read_tasks_are_small(roots, monkeypatch, episodes, seed, stream):
     """Up to 6 million rows of 2.8 MB (as 3 cameras of 480x640), as a run or `read_lerobot` reads them."""
     meta, rows = grown(load_metadata(roots["rollover"]), episodes), 300 * episodes
     features = {k: replace(f, shape=(480, 960, 3)) if k in meta.camera_keys else f for k, f in meta.features.items()}
@@ -567,7 +567,7 @@ def test_what_tasks_of_large_frames_read_is_megabytes(roots, monkeypatch, episod
 
 
 @pytest.mark.ray
-def test_a_part_of_an_epoch_is_cut_once_in_a_process(ray_cluster, roots, monkeypatch):
+def test_epoch_part_is_cut_once_per_process(ray_cluster, roots, monkeypatch):
     monkeypatch.setattr("vla_finetuning.data.plan.PART_SEGMENTS", 12)
     source = datasource([load_metadata(roots["rollover"])], shuffle_seed=0, shuffle_window=2, num_tasks=27)
     (parts,) = source.plan.identity()["parts_of_epoch"]
@@ -578,7 +578,7 @@ def test_a_part_of_an_epoch_is_cut_once_in_a_process(ray_cluster, roots, monkeyp
     assert 1 < parts == len(cuts) == len(set(cuts))
 
 
-def test_language_columns_pass_through_as_json(roots, tmp_path):
+def test_language_columns_are_read_as_json(roots, tmp_path):
     """LeRobot's annotations, written as its own writer does: Arrow infers each file's types from its content."""
     from lerobot.datasets.language import language_feature_info
     from lerobot.datasets.language_render import active_at
@@ -616,7 +616,7 @@ def test_language_columns_pass_through_as_json(roots, tmp_path):
         datasource([load_metadata(root)], delta_timestamps={"language_events": [0.0]})
 
 
-def test_subtasks_are_texts_by_their_numbers(roots, tmp_path):
+def test_subtasks_are_read_as_texts(roots, tmp_path):
     """The table that LeRobot wrote until 0.5: texts as pandas' index."""
     root = shutil.copytree(roots["rollover"], tmp_path / "d")
     add_subtasks(root, lambda index: index % 4 - 1, ["reach", "lift it"])
@@ -635,7 +635,7 @@ def test_subtasks_are_texts_by_their_numbers(roots, tmp_path):
     assert "subtask" not in meta.features and "meta/subtasks.parquet is missing" in meta.not_read[0]
 
 
-def test_arguments_that_do_not_fit(roots, rows_here):
+def test_invalid_arguments_are_refused(roots, rows_here):
     meta, second = load_metadata(roots["rollover"]), load_metadata(roots["images"])
     with pytest.raises(ValueError, match="no cameras.*observation.images.nope"):
         datasource([meta], camera_keys=["observation.images.nope"])
@@ -675,7 +675,7 @@ def test_arguments_that_do_not_fit(roots, rows_here):
 
 
 @pytest.mark.parametrize("cpus, threads", [(0.5, 1), (3, 3)])
-def test_a_decoder_has_a_thread_for_each_cpu_of_its_task(roots, monkeypatch, cpus, threads):
+def test_decoder_threads_equal_task_cpus(roots, monkeypatch, cpus, threads):
     found = set()
     original = lerobot_decode.VideoReader.__exit__
 

@@ -101,7 +101,7 @@ def encode(codec, path, height, width):
         if codec in av.codecs_available
     ],
 )
-def test_every_codec_at_any_size(tmp_path, codec):
+def test_codec_sizes_equal_pyav(tmp_path, codec):
     """Decoders pad their buffers, MPEG-4's to a hundred times a small frame: none of that is the frame's size."""
     done = []
     for height, width in SIZES:
@@ -123,7 +123,7 @@ def test_every_codec_at_any_size(tmp_path, codec):
 
 
 @pytest.mark.parametrize("kind", ["matroska", "avi", "hls"])
-def test_only_what_a_dataset_holds_is_opened(tmp_path, kind):
+def test_containers_other_than_mp4_and_mov_are_refused(tmp_path, kind):
     """Whatever its name: FFmpeg would find out by itself what it is, and a playlist leads to other files."""
     path = tmp_path / "file.mp4"
     if kind == "hls":
@@ -136,7 +136,7 @@ def test_only_what_a_dataset_holds_is_opened(tmp_path, kind):
 
 
 @pytest.mark.parametrize("after_bytes", [0, 2000])
-def test_a_disk_that_does_not_answer_is_no_damaged_video(video, after_bytes):
+def test_disk_error_is_not_reported_as_damaged_video(video, after_bytes):
     class Dying(io.BytesIO):
         def read(self, size=-1):
             if self.tell() >= after_bytes:
@@ -148,7 +148,7 @@ def test_a_disk_that_does_not_answer_is_no_damaged_video(video, after_bytes):
 
 
 @pytest.mark.parametrize(("noise_s", "tolerance_s"), [(0, 1e-4), (0.012, 0.02), (0.016, 0.2)])
-def test_frames_are_lerobots(video, noise_s, tolerance_s):
+def test_frames_equal_lerobots(video, noise_s, tolerance_s):
     """Also when timestamps are off and a tolerance of several frames allows it: the nearest frame, not the first."""
     from lerobot.datasets.video_utils import FrameTimestampError, decode_video_frames_pyav
 
@@ -173,7 +173,7 @@ def test_frames_are_lerobots(video, noise_s, tolerance_s):
 
 
 @pytest.mark.parametrize("tolerance_s", [1e-4, 0.06])
-def test_a_video_may_have_more_frames_than_the_dataset_has_rows(video, tolerance_s):
+def test_nearest_frame_is_read_if_video_has_extra_frames(video, tolerance_s):
     """Rows were left out, the videos stayed: a frame of the video is near each time, and another one is nearest."""
     wanted = np.arange(0, FRAMES, 6)
     frames, _ = read(video, wanted / FPS, tolerance_s, fps=FPS / 6)
@@ -184,14 +184,14 @@ def test_a_video_may_have_more_frames_than_the_dataset_has_rows(video, tolerance
 
 
 @pytest.mark.parametrize("after_ms", [5, 2])
-def test_of_two_frames_close_to_each_other_the_nearer_is_read(tmp_path, after_ms):
+def test_nearer_of_two_close_frames_is_read(tmp_path, after_ms):
     path = write_video(tmp_path / "file.mp4", drawn(6), rate=1000, times=[0, 33, 67, 100 - after_ms, 100, 133])
     for tolerance_s in (1e-4, 0.006):
         frames, _ = read(path, [0.0, 0.1], tolerance_s)
         assert [read_frame_number(frame) for frame in frames] == [0, 4]
 
 
-def test_no_frame_is_decoded_for_nothing(video):
+def test_decoding_starts_at_nearest_key_frame(video):
     """A frame costs the way from its key frame, a run of frames nothing more."""
     key_frames = []
     with av.open(video) as container:
@@ -205,20 +205,20 @@ def test_no_frame_is_decoded_for_nothing(video):
 
 
 @pytest.mark.parametrize("shape", [(48, 64, 3), (3, 48, 64), (48, 64, 1), (1, 48, 64), (4, 48, 64), (48, 64, 4)])
-def test_a_frame_is_as_high_and_wide_as_is_stated(shape):
+def test_frame_size_is_read_from_feature_shape(shape):
     """Channels first or last; a video of grey or transparent images is decoded to RGB, as by LeRobot."""
     feature = Feature("observation.images.top", "video", shape, None, False, {})
     assert height_width(feature) == (48, 64) and frame_spec(feature, None)[0] == (48, 64, 3)
 
 
-def test_a_video_of_another_size_is_closed(video):
+def test_video_of_wrong_size_is_closed(video):
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match="frames are 48x64") as refused:
         VideoReader(video, name="clip", height=64, width=48, fps=FPS, tolerance_s=1e-4, threads=1)
     assert refused.value.__traceback__ and len(os.listdir("/proc/self/fd")) == files
 
 
-def test_frames_that_are_not_there(video):
+def test_missing_frame_is_reported_with_nearest_time(video):
     with pytest.raises(ValueError, match=r"no frame at 0\.5150 s; the nearest is at 0\.5\d+ s, farther than the toler"):
         read(video, [0.515])
     with pytest.raises(ValueError, match=r"no frame at 2\.5000 s; the video ends at 1\.9667 s"):
@@ -226,7 +226,7 @@ def test_frames_that_are_not_there(video):
 
 
 @pytest.mark.parametrize("fps", [7, 30])
-def test_hours_into_a_video_the_rounding_of_float32_timestamps_is_no_distance(tmp_path, fps):
+def test_float32_timestamp_rounding_is_tolerated_late_in_video(tmp_path, fps):
     """LeRobot's timestamps are float32, an eighth of a millisecond apart from 2048 s on, and it compares in float32."""
     first = 9000 * fps
     path = write_video(tmp_path / "file.mp4", drawn(41), rate=fps, times=[0, *range(first, first + 40)])
@@ -241,7 +241,7 @@ def test_hours_into_a_video_the_rounding_of_float32_timestamps_is_no_distance(tm
     np.testing.assert_array_equal(np.stack([pixels[i] for i in range(40)]), expected.permute(0, 2, 3, 1).numpy())
 
 
-def test_images_are_pillows(tmp_path, monkeypatch):
+def test_decoded_images_equal_pillows(tmp_path, monkeypatch):
     """As LeRobot writes them, and as others do; Pillow decodes what kornia-rs does not."""
     rng, given, fast = np.random.default_rng(0), [], decode.decode_image_png_u8
     monkeypatch.setattr(decode, "decode_image_png_u8", lambda *args: given.append(fast(*args)) or given[-1])
@@ -267,7 +267,7 @@ def test_images_are_pillows(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("turn", [1, 3, 6, 8])
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "PNG with XMP", "TIFF", "depth"])
-def test_images_are_turned_as_lerobot_turns_them(kind, turn):
+def test_exif_rotation_equals_datasets_image(kind, turn):
     """LeRobot reads them by `datasets.Image`."""
     exif, file, options = Image.Exif(), io.BytesIO(), {}
     exif[ExifTags.Base.Orientation] = turn
@@ -295,7 +295,7 @@ def test_images_are_turned_as_lerobot_turns_them(kind, turn):
         read(file.getvalue(), name="an image", height=width, width=height)
 
 
-def test_damaged_images_are_refused():
+def test_damaged_or_missized_images_are_refused():
     file = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(file, "PNG")
     data = file.getvalue()

@@ -49,7 +49,7 @@ def depth_root(tmp_path_factory):
 
 
 @pytest.mark.parametrize("windows", [None, {key: [-0.1, 0.0] for key in DEPTHS}], ids=["plain", "windows"])
-def test_depth_maps_are_lerobots(depth_root, windows):
+def test_depth_maps_equal_lerobots(depth_root, windows):
     reference = lerobot(depth_root, delta_timestamps=windows)
     source = datasource([load_metadata(depth_root)], delta_timestamps=windows, image_size=(16, 16))
     (rows,) = source.read_rows(range(10), 10)
@@ -64,7 +64,7 @@ def test_depth_maps_are_lerobots(depth_root, windows):
             np.testing.assert_array_equal(rows[key][i], theirs, err_msg=key)
 
 
-def test_depth_maps_that_were_decoded_before_are_the_same(depth_root, tmp_path, monkeypatch):
+def test_cached_depth_maps_equal_decoded(depth_root, tmp_path, monkeypatch):
     meta = load_metadata(depth_root)
     plain = datasource([meta])
     cached = datasource([meta], frame_cache=FrameCache(str(tmp_path), 1.0))
@@ -76,7 +76,7 @@ def test_depth_maps_that_were_decoded_before_are_the_same(depth_root, tmp_path, 
             np.testing.assert_array_equal(found[key], values)
 
 
-def test_depth_ranges_are_lerobots_and_must_make_sense():
+def test_depth_table_equals_lerobots_and_refuses_invalid_ranges():
     import torch
     from lerobot.datasets.depth_utils import dequantize_depth
 
@@ -90,7 +90,7 @@ def test_depth_ranges_are_lerobots_and_must_make_sense():
             lerobot_decode.depth_table({"is_depth_map": True, **wrong}, name="camera x")
 
 
-def test_a_depth_image_that_is_none(depth_root, tmp_path):
+def test_rgb_image_as_depth_map_is_refused(depth_root, tmp_path):
     root = shutil.copytree(depth_root, tmp_path / "depth")
     file = io.BytesIO()
     Image.new("RGB", (80, 64)).save(file, "png")
@@ -99,7 +99,7 @@ def test_a_depth_image_that_is_none(depth_root, tmp_path):
         read_directly(datasource([load_metadata(root)]))
 
 
-def test_a_depth_video_without_lerobot_names_what_to_install(monkeypatch):
+def test_depth_video_without_lerobot_names_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lerobot.datasets.depth_utils", None)
     with pytest.raises(ImportError, match=r"camera d: depth needs pip install '.\[train\]'; else leave it out"):
         lerobot_decode.depth_table({}, name="camera d")

@@ -46,7 +46,7 @@ def store(cache, size=40_000, **where):
     return path.exists()
 
 
-def test_what_was_written_is_read_by_any_process(folder):
+def test_written_files_are_read_by_other_processes(folder):
     cache = opened(folder)
     assert read(cache, place(cache)) is None
     cache.write(place(cache), RECORD)
@@ -58,7 +58,7 @@ def test_what_was_written_is_read_by_any_process(folder):
 
 
 @pytest.mark.parametrize("damage", ["zeros", "noise", "cut", "longer", "emptied", "checksum", "another place"])
-def test_a_torn_or_foreign_file_is_missing_until_it_is_written_again(folder, damage):
+def test_damaged_file_is_a_cache_miss(folder, damage):
     cache = opened(folder)
     path, other = place(cache), place(cache, identity="another")
     cache.write(path, RECORD)
@@ -93,7 +93,7 @@ def records(cache, keys=KEYS, **where):
     return [bytes(record) if known else None for record, known in zip(out, is_there, strict=True)]
 
 
-def test_records_are_read_by_their_keys_alone(folder):
+def test_records_are_read_by_exact_key(folder):
     cache = opened(folder)
     assert records(cache) == [None] * 3
     cache.write_records(place(cache), KEYS[:2], FRAMES[:2])
@@ -111,7 +111,7 @@ def test_records_are_read_by_their_keys_alone(folder):
 
 
 @pytest.mark.parametrize("damage", ["noise", "checksum", "cut", "another's"])
-def test_a_torn_record_is_missing_until_it_is_written_again(folder, damage):
+def test_damaged_record_is_a_cache_miss(folder, damage):
     cache = opened(folder)
     cache.write_records(place(cache), KEYS, FRAMES)
     with open(place(cache), "r+b") as file:
@@ -126,7 +126,7 @@ def test_a_torn_record_is_missing_until_it_is_written_again(folder, damage):
 
 
 @pytest.mark.parametrize("kind", ["file", "records"])
-def test_a_writer_that_is_killed_leaves_nothing_that_is_read(folder, kind):
+def test_killed_writer_leaves_no_readable_entry(folder, kind):
     script = textwrap.dedent("""
         import os, signal, sys
         from pathlib import Path
@@ -154,7 +154,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_read(folder, kind):
     assert read(cache, place(cache)) == RECORD
 
 
-def test_a_mapped_file_stays_readable_when_it_is_replaced_and_removed(folder):
+def test_mapped_file_stays_readable_after_removal(folder):
     cache = opened(folder)
     cache.write(place(cache), RECORD)
     mapped = cache.map(place(cache))
@@ -167,7 +167,7 @@ def test_a_mapped_file_stays_readable_when_it_is_replaced_and_removed(folder):
     assert all(copy.to_pybytes() == RECORD for copy in kept) and len(os.listdir("/proc/self/fd")) == before
 
 
-def test_threads_share_it(folder):
+def test_threads_share_a_cache(folder):
     cache = opened(folder, 10**8)
 
     def write(number):
@@ -186,7 +186,7 @@ def test_threads_share_it(folder):
 
 
 @pytest.mark.parametrize("fault", ["full disk", "broken disk", "folder is a file", "folder of others", "other's place"])
-def test_a_folder_that_fails_costs_a_warning(folder, monkeypatch, caplog, fault):
+def test_failing_folder_is_warned_about_once(folder, monkeypatch, caplog, fault):
     cache = opened(folder)
     cache.write(place(cache, name="before"), RECORD)
     before = place(cache, name="before")
@@ -221,7 +221,7 @@ def test_a_folder_that_fails_costs_a_warning(folder, monkeypatch, caplog, fault)
     assert not [path for path in folder.rglob("*.*") if path.suffix != ".lock"]  # nor what was written in part
 
 
-def test_nothing_of_a_dataset_that_is_read_is_dropped(folder, caplog):
+def test_full_cache_evicts_no_dataset_in_use(folder, caplog):
     cache = opened(folder)
     assert [store(cache, name=str(n)) for n in range(4)] == [True, True, False, False]
     (warning,) = caplog.records
@@ -230,7 +230,7 @@ def test_nothing_of_a_dataset_that_is_read_is_dropped(folder, caplog):
     assert not store(opened(folder), dataset="b") and len(list(folder.rglob("?"))) == 2
 
 
-def test_datasets_that_nobody_reads_are_removed_oldest_first(folder):
+def test_idle_datasets_are_evicted_oldest_first(folder):
     cache = opened(folder)
     for dataset, hours in (("old", 2), ("older", 3)):
         assert store(cache, dataset=dataset)
@@ -241,7 +241,7 @@ def test_datasets_that_nobody_reads_are_removed_oldest_first(folder):
     assert left == {place(cache, dataset=name).parents[2].name for name in ("old", "new")}
 
 
-def test_a_dataset_that_is_read_again_and_again_counts_as_read(folder, monkeypatch):
+def test_reading_a_dataset_refreshes_its_age(folder, monkeypatch):
     cache = opened(folder)
     assert store(cache) and store(cache, name="1")
     os.utime(place(cache).parents[2], (0, 0))
@@ -250,7 +250,7 @@ def test_a_dataset_that_is_read_again_and_again_counts_as_read(folder, monkeypat
     assert not store(opened(folder), dataset="b") and place(cache).exists()
 
 
-def test_there_is_room_again_when_a_dataset_is_idle(folder, monkeypatch):
+def test_full_cache_is_searched_again_after_a_pause(folder, monkeypatch):
     cache = opened(folder)
     assert store(cache, size=90_000, dataset="a") and not store(cache, dataset="b")
     os.utime(place(cache, dataset="a").parents[2], (0, 0))
@@ -260,7 +260,7 @@ def test_there_is_room_again_when_a_dataset_is_idle(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_processes_together_store_no_more_than_fits(folder, lost):
+def test_processes_together_respect_the_limit(folder, lost):
     for number in range(20):
         store(opened(folder), size=9_000, name=str(number))
         if lost:
@@ -269,12 +269,12 @@ def test_processes_together_store_no_more_than_fits(folder, lost):
     assert 70_000 < sum(sizes) <= 100_000
 
 
-def test_a_disk_that_is_nearly_full_is_left_alone(folder, monkeypatch):
+def test_nearly_full_disk_is_not_written(folder, monkeypatch):
     monkeypatch.setattr(disk_cache, "FULLEST_DISK", 0.0)
     assert not store(opened(folder), size=1)
 
 
-def test_a_files_new_content_takes_the_space_of_the_old(folder):
+def test_new_file_content_replaces_old_entries(folder):
     """A nightly export to one path: after three of them the cache would hold nothing that is read."""
     for night in range(5):
         cache = opened(folder, 60_000)
@@ -282,7 +282,7 @@ def test_a_files_new_content_takes_the_space_of_the_old(folder):
     assert len(list(folder.glob("*/*/*/0"))) == 3
 
 
-def test_folders_of_others_inside_are_left_alone(folder):
+def test_foreign_folders_in_cache_are_not_removed(folder):
     (folder / "images").mkdir(parents=True)
     (folder / "images" / "file").write_bytes(bytes(90_000))
     os.utime(folder / "images", (0, 0))
@@ -291,7 +291,7 @@ def test_folders_of_others_inside_are_left_alone(folder):
     assert (folder / "images" / "file").exists()
 
 
-def test_a_copy_is_checked_in_little_memory(folder):
+def test_checksum_needs_little_memory(folder):
     cache = opened(folder, 10**9)
     cache.write(place(cache), bytes(2**26))
     tracemalloc.start()

@@ -38,12 +38,12 @@ def weights_of(metas, source):
     return [w.tolist() for w in episode_weights(metas, [meta.root for meta in metas], source)]
 
 
-def test_a_column_of_the_metadata(metas):
+def test_weights_are_read_from_metadata_column(metas):
     assert weights_of(metas[:1], "quality") == [QUALITY]
     assert weights_of(metas[:1], "success") == [[1, 0, 1, 1, 1, 0]]
 
 
-def test_a_column_of_a_dataset_whose_numbering_has_holes(metas, tmp_path):
+def test_missing_episodes_have_weight_zero(metas, tmp_path):
     """It may begin above 0, too (docs/datasets.md)."""
     root = tmp_path / "holes"
     shutil.copytree(metas[0].root, root)
@@ -52,7 +52,7 @@ def test_a_column_of_a_dataset_whose_numbering_has_holes(metas, tmp_path):
     assert weights == [0, 0, QUALITY[2], QUALITY[3], 0, QUALITY[5]]
 
 
-def test_a_file_names_those_that_are_not_1(metas, tmp_path):
+def test_weights_file_overrides_default_of_one(metas, tmp_path):
     expected = [[1, 0.25, 1, 1, 1, 4]]
     (tmp_path / "w.json").write_text('{"1": 0.25, "5": 4}')
     (tmp_path / "w.csv").write_text("weight,episode_index,why\n0.25,1,blurred\n4,5,good\n")
@@ -61,7 +61,7 @@ def test_a_file_names_those_that_are_not_1(metas, tmp_path):
         assert weights_of(metas[:1], f"@{tmp_path / name}") == expected
 
 
-def test_a_file_for_several_datasets(metas, tmp_path):
+def test_weights_file_for_several_datasets(metas, tmp_path):
     a, b = (meta.root for meta in metas)
     expected = [[1, 1, 0.5, 1, 1, 1], [1, 1, 7, 0, 1, 1]]
     (tmp_path / "w.json").write_text(json.dumps({a: {"2": 0.5}, b: {"2": 7, "3": 0}}))
@@ -74,7 +74,7 @@ def test_a_file_for_several_datasets(metas, tmp_path):
     assert weights_of(metas, f"@{tmp_path / 'w.json'}") == [[1] * 6, [1, 1, 7, 1, 1, 1]]
 
 
-def test_a_file_may_spell_a_dataset_in_two_ways(metas, tmp_path):
+def test_dataset_spellings_in_weights_file_are_merged(metas, tmp_path):
     roots = [meta.root for meta in metas]
     a = roots[0]
     (tmp_path / "w.json").write_text(json.dumps({a: {"2": 0.5}, f"{a}/": {"3": 7}}))
@@ -93,7 +93,7 @@ def test_a_file_may_spell_a_dataset_in_two_ways(metas, tmp_path):
         ("holes", "the weight of episode 4 is nan, expected a number from 0 .* 1 of 6 episodes"),
     ],
 )
-def test_columns_that_cannot_be_meant(metas, column, message):
+def test_invalid_weight_columns_are_refused(metas, column, message):
     with pytest.raises(ValueError, match=message):
         weights_of(metas[:1], column)
 
@@ -125,7 +125,7 @@ def test_columns_that_cannot_be_meant(metas, column, message):
         ("w.parquet", "no", "cannot be read as a parquet file"),
     ],
 )
-def test_files_that_cannot_be_meant(metas, tmp_path, name, text, message):
+def test_invalid_weight_files_are_refused(metas, tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=f"{name}.*{message}"):
         weights_of(metas[:1], f"@{tmp_path / name}")
@@ -133,7 +133,7 @@ def test_files_that_cannot_be_meant(metas, tmp_path, name, text, message):
         weights_of(metas[:1], f"@{tmp_path / 'nothing.csv'}")
 
 
-def test_whose_episodes_of_several_datasets(metas, tmp_path):
+def test_weights_file_must_name_dataset_if_several(metas, tmp_path):
     (tmp_path / "w.json").write_text('{"1": 2}')
     with pytest.raises(ValueError, match="names no dataset for its episodes, and there are 2"):
         weights_of(metas, f"@{tmp_path / 'w.json'}")

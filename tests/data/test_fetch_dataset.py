@@ -27,7 +27,7 @@ def hub(original, tmp_path, monkeypatch):
         yield server
 
 
-def test_fetch_only_what_is_needed(hub):
+def test_fetch_downloads_only_selected_files(hub):
     folder, _ = fetch_dataset(hub.repo_id, episodes=[0, 5], camera_keys=[TOP])
     meta = load_metadata(folder)
     check_files(meta, episodes=[0, 5], camera_keys=[TOP])
@@ -37,7 +37,7 @@ def test_fetch_only_what_is_needed(hub):
 
 
 @pytest.mark.parametrize("camera_keys", [None, [TOP]])
-def test_fetch_images_that_rows_name_by_their_paths(hub, tmp_path, camera_keys):
+def test_fetch_downloads_images_referenced_by_path(hub, tmp_path, camera_keys):
     root = make_dataset(tmp_path / "images", episodes=(3,), cameras={}, image_cameras={TOP: (32, 32)})
     (root / "images" / TOP).mkdir(parents=True, exist_ok=True)
     (root / "images" / TOP / "frame-000000.png").write_bytes(b"png")
@@ -46,7 +46,7 @@ def test_fetch_images_that_rows_name_by_their_paths(hub, tmp_path, camera_keys):
     assert f"images/{TOP}/frame-000000.png" in hub.downloads()
 
 
-def test_fetch_refuses_what_the_dataset_lacks(hub):
+def test_fetch_refuses_unknown_camera_or_episode(hub):
     with pytest.raises(ValueError, match=r"no camera \['front'\]"):
         fetch_dataset(hub.repo_id, camera_keys=["front"])
     with pytest.raises(ValueError, match=r"\[6\] not in the dataset"):
@@ -54,7 +54,7 @@ def test_fetch_refuses_what_the_dataset_lacks(hub):
     assert all(name.startswith("meta/") for name in hub.downloads())
 
 
-def test_fetch_by_what_names_a_commit(hub):
+def test_fetch_resolves_revision_to_commit(hub):
     """Without the version's tag the default branch does; a commit that is cached needs no request."""
     commit = hub.commits["v3.0"] = hub.commits.pop("main")
     assert fetch_dataset(hub.repo_id)[1] == commit
@@ -65,7 +65,7 @@ def test_fetch_by_what_names_a_commit(hub):
     assert not [request for request in hub.asked if "/revision/" in request]
 
 
-def test_fetch_an_episode_of_v21(hub, tmp_path):
+def test_fetch_downloads_one_episode_of_v21(hub, tmp_path):
     one_each = {"data_files_size_in_mb": 1e-6, "video_files_size_in_mb": 1e-6}
     v3 = make_dataset(tmp_path / "v3", episodes=(3, 4), cameras={"observation.images.top": (48, 64)}, **one_each)
     hub.folder = as_v2(v3, tmp_path / "v21")
@@ -85,7 +85,7 @@ def test_fetch_an_episode_of_v21(hub, tmp_path):
         ((503, ""), OSError, r"error \(503\); try again"),
     ],
 )
-def test_fetch_explains_the_hubs_errors(hub, refusal, error, message):
+def test_fetch_reports_hub_errors_with_remedy(hub, refusal, error, message):
     hub.refusal = refusal
     with pytest.raises(error, match=f"dataset somebody/arm: .*{message}") as raised:
         fetch_dataset(hub.repo_id, "v9")
@@ -93,14 +93,14 @@ def test_fetch_explains_the_hubs_errors(hub, refusal, error, message):
     assert TOKEN not in str(raised.value) + repr(raised.value.__cause__)
 
 
-def test_fetch_without_network(hub, monkeypatch):
+def test_fetch_without_network_names_offline_mode(hub, monkeypatch):
     hub.shutdown()
     hub.server_close()
     with pytest.raises(OSError, match="dataset somebody/arm: the Hub cannot be reached.*HF_HUB_OFFLINE"):
         fetch_dataset(hub.repo_id)
 
 
-def test_fetch_offline_with_the_real_client(tmp_path):
+def test_fetch_offline_with_real_client(tmp_path):
     """The suite runs with HF_HUB_OFFLINE=1."""
     for revision in (None, COMMIT):
         with pytest.raises(OSError, match="dataset user/name: the Hub cannot be reached"):

@@ -77,7 +77,7 @@ def rows(root, folder=None, *, gb=1.0, seed=0, **options):
 
 
 @pytest.mark.parametrize("image_size", [None, (20, 30)])
-def test_what_is_decoded_once_is_not_decoded_again(original, folder, decoded, image_size):
+def test_cached_frames_are_not_decoded_again(original, folder, decoded, image_size):
     expected = rows(original, image_size=image_size)
     reset(decoded)
     assert_same_rows(rows(original, folder, image_size=image_size), expected)
@@ -93,7 +93,7 @@ def test_what_is_decoded_once_is_not_decoded_again(original, folder, decoded, im
     assert not any(decoded.values())
 
 
-def test_later_epochs_are_shuffled_as_a_whole_without_decoding(original, folder, decoded):
+def test_globally_shuffled_epochs_use_cache(original, folder, decoded):
     expected = rows(original)
     stream = {"global_shuffle": True, "stream": (0, 3 * ROWS)}
     rows(original, folder, **stream)
@@ -105,7 +105,7 @@ def test_later_epochs_are_shuffled_as_a_whole_without_decoding(original, folder,
     assert not any(decoded.values())
 
 
-def test_of_a_segment_that_is_partly_there_the_rest_is_decoded(original, folder, decoded):
+def test_missing_frames_of_cached_segment_are_decoded(original, folder, decoded):
     expected = rows(original, shuffle_seed=None, delta_timestamps=None)
     reset(decoded)
     stored = {"shuffle_seed": None, "delta_timestamps": None}
@@ -116,7 +116,7 @@ def test_of_a_segment_that_is_partly_there_the_rest_is_decoded(original, folder,
 
 
 @pytest.mark.parametrize("change", ["content", "decoder", "rules", "tolerance", "times"])
-def test_what_would_be_decoded_otherwise_is_not_served(root, tmp_path, folder, decoded, monkeypatch, change):
+def test_changed_input_or_decoder_invalidates_cache(root, tmp_path, folder, decoded, monkeypatch, change):
     rows(root, folder)
     size, options = bytes_in(folder), {}
     if change == "content":
@@ -150,7 +150,7 @@ def test_what_would_be_decoded_otherwise_is_not_served(root, tmp_path, folder, d
         assert bytes_in(folder) == size
 
 
-def test_frames_that_the_disk_lost_are_decoded_again(original, folder, decoded):
+def test_damaged_cache_entries_are_decoded_again(original, folder, decoded):
     expected = rows(original)
     rows(original, folder)
     reset(decoded)
@@ -166,7 +166,7 @@ def test_frames_that_the_disk_lost_are_decoded_again(original, folder, decoded):
         assert reset(decoded)["frames"] == frames
 
 
-def test_a_folder_that_is_too_small_costs_a_warning(original, folder, decoded, caplog):
+def test_cache_smaller_than_dataset_is_warned_about(original, folder, decoded, caplog):
     """Other faults: tests/data/test_disk_cache.py."""
     expected = rows(original, seed=1)
     wanted = decoded["frames"]
@@ -186,7 +186,7 @@ def images(tmp_path_factory):
 
 
 @pytest.mark.parametrize("image_size", [None, (20, 30)])
-def test_images_of_data_files_are_decoded_once(images, original, folder, monkeypatch, image_size):
+def test_images_in_data_files_are_decoded_once(images, original, folder, monkeypatch, image_size):
     """Those of several cameras in a file are told apart."""
     decoded = []
     decode = lerobot_videos.decode_image
@@ -199,7 +199,7 @@ def test_images_of_data_files_are_decoded_once(images, original, folder, monkeyp
         decoded.clear()
 
 
-def test_images_by_path_are_never_served_from_the_cache(images, folder, tmp_path):
+def test_images_by_path_are_not_cached(images, folder, tmp_path):
     """The identity of the data file, which names them, says nothing about them."""
     root = Path(shutil.copytree(images, tmp_path / "named"))
 
@@ -222,7 +222,7 @@ def test_images_by_path_are_never_served_from_the_cache(images, folder, tmp_path
 
 
 @pytest.mark.ray
-def test_a_dataset_says_whether_nodes_keep_its_frames(ray_cluster, original, folder):
+def test_keeps_frames_depends_on_cache_size(ray_cluster, original, folder):
     source = datasource([load_metadata(original)])
     gb = source.decoded_bytes() / 1e9
     assert not keeps_frames(read_source(source))

@@ -43,7 +43,7 @@ def read_all(root):
 # ---- videos --------------------------------------------------------------------------------------------------------
 
 
-def test_frames_of_one_size_that_the_file_has_no_bytes_for(root):
+def test_mp4_with_more_declared_frames_than_bytes_is_refused(root):
     """FFmpeg would list 80 million of them, 2 GB, while it opens the file."""
     file = load_metadata(root).video_files[TOP][0]
     data = bytearray((root / file).read_bytes())
@@ -77,7 +77,7 @@ def h264_that_claims(width, height):
 
 
 @pytest.mark.parametrize(("width", "height"), [(100_000, 100_000), (16_000, 16_000)])
-def test_a_video_that_claims_to_be_huge(root, width, height):
+def test_video_header_of_huge_size_is_refused(root, width, height):
     """Refused by its header: nothing of that size is allocated, not by FFmpeg either when it looks what it is."""
     file = load_metadata(root).video_files[TOP][0]
     (root / file).write_bytes(h264_that_claims(width, height))
@@ -88,7 +88,7 @@ def test_a_video_that_claims_to_be_huge(root, width, height):
         read_all(root)
 
 
-def test_a_video_that_becomes_huge(root):
+def test_video_that_changes_to_huge_size_is_refused(root):
     """Its first frames are as the metadata says; then comes a header of 16000x16000, 384 MB a frame."""
     file = load_metadata(root).video_files[TOP][0]
     with av.open(str(root / file), "w") as container:
@@ -105,7 +105,7 @@ def test_a_video_that_becomes_huge(root):
 
 
 @pytest.mark.parametrize("box", ["stsz", "stts", "stco"])
-def test_a_video_that_claims_more_frames_than_can_be(original, root, box):
+def test_mp4_table_with_huge_count_is_refused_or_ignored(original, root, box):
     """A count of 2**32 - 1 in a table of the mp4 (ISO/IEC 14496-12, 8.6 and 8.7): an error, or the frames as before."""
     file = load_metadata(root).video_files[TOP][0]
     data = bytearray((root / file).read_bytes())
@@ -151,7 +151,7 @@ def with_images(root, data, height, width):
     return still
 
 
-def test_a_look_at_large_images_holds_them_small(root):
+def test_dataset_look_downscales_large_images(root):
     """Fifteen frames of 4K are 370 MB as they are decoded, and a thirtieth of that when they are shown."""
     camera = with_images(root, png_that_claims(3840, 2160), 2160, 3840)
     meta = load_metadata(root)
@@ -161,7 +161,7 @@ def test_a_look_at_large_images_holds_them_small(root):
 
 
 @pytest.mark.parametrize("side", [9_000, 14_000])
-def test_images_larger_than_declared(root, side):
+def test_images_larger_than_declared_are_refused(root, side):
     """Read from the header. 14 000 x 14 000 is more than PIL itself opens."""
     with_images(root, png_that_claims(side, side, rows=100), 48, 64)
     with (
@@ -174,7 +174,7 @@ def test_images_larger_than_declared(root, side):
 
 
 @pytest.mark.parametrize("kind", ["EPS", "PPM", "RGBA", "16 bits"])
-def test_images_of_another_kind_are_not_decoded(kind, monkeypatch):
+def test_unsupported_image_formats_are_not_decoded(kind, monkeypatch):
     """PIL would hand EPS to Ghostscript. Channels and depth, too, are known from the header."""
     buffer = io.BytesIO()
     mode, form = {"RGBA": ("RGBA", "PNG"), "16 bits": ("I;16", "PNG")}.get(kind, ("RGB", kind))
@@ -202,7 +202,7 @@ def camera(*shape, **info):
         ([{"dtype": "float32", "shape": [10**12], "names": None}], False),
     ],
 )
-def test_rows_larger_than_any_robots(root, features, accepted):
+def test_oversized_rows_are_refused(root, features, accepted):
     more = {f"observation.images.{number}": feature for number, feature in enumerate(features)}
     edit_json(root / "meta/info.json", lambda info: info["features"].update(more))
     if accepted:
@@ -214,7 +214,7 @@ def test_rows_larger_than_any_robots(root, features, accepted):
 
 
 @pytest.mark.parametrize("name", ["meta/info.json", "meta/stats.json"])
-def test_json_of_any_size(root, name):
+def test_oversized_json_is_refused(root, name):
     """Two bytes of text are eight in memory, three are seventy."""
     with open(root / name, "r+b") as file:
         file.truncate(2**31)
@@ -226,7 +226,7 @@ def test_json_of_any_size(root, name):
 
 
 @pytest.mark.parametrize("name", ["meta/info.json", "meta/stats.json", "meta/tasks.parquet"])
-def test_a_pipe_is_not_waited_at(root, name):
+def test_named_pipe_is_refused(root, name):
     (root / name).unlink()
     os.mkfifo(root / name)
     with pytest.raises(ValueError, match=f"{name} is not a regular file"):
@@ -235,7 +235,7 @@ def test_a_pipe_is_not_waited_at(root, name):
         read_regular(root, 1)
 
 
-def test_an_instruction_of_any_length(root):
+def test_oversized_instruction_is_refused(root):
     tasks = pq.read_table(root / "meta/tasks.parquet").to_pandas()
     text = "wave" * 2_000_000
     texts = [text, *(f"go {i}" for i in range(1, len(tasks)))]
@@ -244,7 +244,7 @@ def test_an_instruction_of_any_length(root):
         load_metadata(root)
 
 
-def test_a_footer_of_any_size(root):
+def test_oversized_parquet_footer_is_refused(root):
     """Two GB that take no space on the disk."""
     path = root / "meta/tasks.parquet"
     with open(path, "wb") as file:
@@ -256,7 +256,7 @@ def test_a_footer_of_any_size(root):
         load_metadata(root)
 
 
-def test_millions_of_tasks(root):
+def test_millions_of_tasks_are_refused(root):
     with pq.ParquetWriter(
         root / "meta/tasks.parquet", pa.schema({"task_index": pa.int64(), "task": pa.string()})
     ) as file:
@@ -271,7 +271,7 @@ def test_millions_of_tasks(root):
 # ---- links ---------------------------------------------------------------------------------------------------------
 
 
-def test_folders_that_contain_themselves(root):
+def test_folder_links_to_parents_are_not_followed(root):
     """Two of them in each folder: a search that followed them would not end."""
     for folder in ("meta/episodes", "meta/episodes/chunk-000", "data", "data/chunk-000", f"videos/{TOP}/chunk-000"):
         for name in ("again", "and-again"):
@@ -280,7 +280,7 @@ def test_folders_that_contain_themselves(root):
 
 
 @pytest.mark.parametrize("kind", ["video", "data", "meta/info.json", "meta/episodes/chunk-000/file-000.parquet"])
-def test_files_that_link_to_themselves(root, kind):
+def test_files_linking_to_themselves_are_refused(root, kind):
     meta = load_metadata(root)
     file = {"video": meta.video_files[TOP][0], "data": meta.data_files[0]}.get(kind, kind)
     (root / file).unlink()
@@ -291,8 +291,8 @@ def test_files_that_link_to_themselves(root, kind):
         read_all(root)
 
 
-def test_a_type_that_could_run_code_in_a_data_file(root):
-    """It is read as what it is stored as (and never run: `test_extension_types_are_never_deserialised`)."""
+def test_unpickling_arrow_type_is_read_as_storage(root):
+    """It is read as what it is stored as (and never run: `test_extension_types_are_not_deserialised`)."""
     file = load_metadata(root).data_files[0]
     before = pa.concat_tables(read_all(root))
     table = pq.read_table(root / file)
@@ -383,7 +383,7 @@ def overwrite(original, mutable, name, content):
 
 @settings(max_examples=25)
 @given(st.sampled_from(["info", "stats"]), st.lists(mutations(), min_size=1, max_size=3))
-def test_any_json_is_read_or_refused(original, mutable, name, changes):
+def test_random_json_is_read_or_refused(original, mutable, name, changes):
     content = json.loads((original / f"meta/{name}.json").read_text())
     for change in changes:
         mutate(content, change)
@@ -397,7 +397,7 @@ parquet_values = st.lists(
 
 
 @given(st.sampled_from(["tasks", "episodes/chunk-000/file-000"]), st.integers(0, 30), parquet_values)
-def test_any_column_is_read_or_refused(original, mutable, name, column, values):
+def test_random_column_is_read_or_refused(original, mutable, name, column, values):
     name = f"meta/{name}.parquet"
     table = pq.read_table(original / name)
     column %= table.num_columns
@@ -417,7 +417,7 @@ damages = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_si
 
 
 @given(st.sampled_from(["tasks", "episodes/chunk-000/file-000"]), damages, st.none() | st.integers(0, 10**6))
-def test_any_bytes_are_read_or_refused(original, mutable, name, changes, cut):
+def test_random_bytes_are_read_or_refused(original, mutable, name, changes, cut):
     name = f"meta/{name}.parquet"
     data = bytearray((original / name).read_bytes())
     for at, value in changes:

@@ -24,7 +24,7 @@ def by_definition(values, moves):
 
 @pytest.mark.parametrize("moves", [1, 2, 3, 7, 8, 40])
 @pytest.mark.parametrize("noise", [0, 4e-4])
-def test_idle_frames_are_those_of_the_definition(moves, noise):
+def test_idle_frames_equal_reference_implementation(moves, noise):
     rng = np.random.default_rng(moves)
     found = set()
     for _ in range(200):
@@ -37,7 +37,7 @@ def test_idle_frames_are_those_of_the_definition(moves, noise):
     assert found == ({True, False} if moves < 40 else {False})
 
 
-def test_what_creeps_moves_and_what_never_moved_does_not_count():
+def test_slow_drift_is_movement_and_constant_dimension_is_ignored():
     creeping = np.arange(100)[:, None] * 4e-4  # a band of STILL is left after three frames
     assert idle_frames([creeping], [np.ones(1)], 2).all() and not idle_frames([creeping], [np.ones(1)], 3).any()
     stuck = np.random.default_rng(0).normal(size=(100, 1)) * 1e-9
@@ -45,7 +45,7 @@ def test_what_creeps_moves_and_what_never_moved_does_not_count():
     assert idle_frames([stuck], [np.array([np.inf])], 3).all()
 
 
-def test_what_openpi_leaves_out_of_droid():
+def test_idle_frames_equal_openpis_droid_filter():
     """Where values stay the same to the bit: its runs of 7 frames and more, each of them one frame earlier."""
     rng = np.random.default_rng(0)
     velocity = np.repeat(rng.normal(size=(60, 8)), rng.integers(1, 14, 60), axis=0)
@@ -86,7 +86,7 @@ def meta(tmp_path_factory):
         (1.1, [[0, 0, 30], [1, 0, 20], [2, 0, 25], [3, 0, 12]]),
     ],
 )
-def test_runs_that_are_left(meta, seconds, kept):
+def test_moving_runs_by_idle_seconds(meta, seconds, kept):
     assert movement_keys(meta) == ["observation.state", "action"]
     assert moving_runs(meta, np.arange(4), movement_keys(meta), seconds).tolist() == kept
     assert moving_runs(meta, np.array([1, 3]), movement_keys(meta), seconds).tolist() == [
@@ -94,7 +94,7 @@ def test_runs_that_are_left(meta, seconds, kept):
     ]
 
 
-def test_stretches_have_dropped_frames_and_weights(meta):
+def test_frame_ranges_apply_dropped_frames_and_weights(meta):
     keys, weight = movement_keys(meta), np.array([0.5, 1, 2, 1])
     left = frame_ranges_of(meta, np.arange(4), dropped=15, keys=keys, skip_idle=0.6, weight=weight)
     assert np.stack([left.episode, left.first, left.frames]).tolist() == [[0, 1, 2], [0, 0, 0], [5, 5, 10]]
@@ -103,7 +103,7 @@ def test_stretches_have_dropped_frames_and_weights(meta):
     assert left.episode.tolist() == [1, 3] and left.frames.tolist() == [20, 12]
 
 
-def test_the_table_adds_up(meta):
+def test_frame_table_totals(meta):
     everything = np.arange(4)
     left = frame_ranges_of(meta, everything, keys=movement_keys(meta), skip_idle=0.6, weight=np.array([1, 0.5, 2, 1.0]))
     heading, *lines = table(meta, everything, left)
@@ -115,7 +115,7 @@ def test_the_table_adds_up(meta):
     ]
 
 
-def test_what_movement_is_measured_by_must_be_known(meta, tmp_path):
+def test_movement_needs_statistics_and_finite_values(meta, tmp_path):
     root = make_dataset(tmp_path / "dataset", episodes=(9, 9), cameras={})
     known = load_metadata(root)
     del known.stats["action"]["max"]

@@ -74,7 +74,7 @@ def refuses(root, message, error=ValueError):
 # --- what is read ---------------------------------------------------------------------------------------
 
 
-def test_agrees_with_lerobot(original):
+def test_metadata_equals_lerobots(original):
     from lerobot.datasets.lerobot_dataset import LeRobotDatasetMetadata
 
     theirs = LeRobotDatasetMetadata("local/original", root=original)
@@ -123,7 +123,7 @@ def test_agrees_with_lerobot(original):
 
 
 @pytest.mark.parametrize("form", ["index named task", "unnamed index", "plain column"])
-def test_tasks_in_every_form_and_any_order(root, form):
+def test_tasks_table_forms_are_read(root, form):
     """LeRobot looks tasks up by their place in the file, which is wrong once rows are reordered."""
     import pandas as pd
 
@@ -141,7 +141,7 @@ def test_tasks_in_every_form_and_any_order(root, form):
     assert load_metadata(root).tasks == tasks
 
 
-def test_stored_order_of_episodes_and_their_stored_rows_do_not_matter(root):
+def test_stored_order_of_episodes_is_ignored(root):
     """Some tools count `dataset_from_index` from the start of each file."""
     before = load_metadata(root)
     for path in (root / "meta/episodes").rglob("*.parquet"):
@@ -156,7 +156,7 @@ def test_stored_order_of_episodes_and_their_stored_rows_do_not_matter(root):
     assert after.episode_video_start_s[TOP].tolist() == before.episode_video_start_s[TOP].tolist()
 
 
-def test_whole_numbers_stored_as_floats(root):
+def test_integers_stored_as_floats_are_read(root):
     edit_info(root, fps=10.0)
     for path in (root / "meta/episodes").rglob("*.parquet"):
         edit_parquet(path, lambda table: set_value("length", 0, float(table["length"][0].as_py()), pa.float64())(table))
@@ -165,7 +165,7 @@ def test_whole_numbers_stored_as_floats(root):
     assert (meta.fps, type(meta.fps)) == (10, int)
 
 
-def test_templates_may_name_the_episode(root):
+def test_path_templates_by_episode_are_read(root):
     edit_info(
         root,
         data_path="data/{episode_chunk:02d}/episode-{episode_index:06d}.parquet",
@@ -178,7 +178,7 @@ def test_templates_may_name_the_episode(root):
     assert meta.episode_data_row.tolist() == [0] * len(EPISODES)
 
 
-def test_depth_is_known_by_any_of_lerobots_entries(root):
+def test_depth_flag_forms_are_read(root):
     edit_feature(root, TOP, info={"is_depth_map": True})
     edit_feature(root, WRIST, info=None, video_info={"video.is_depth_map": True})
     features = load_metadata(root).features
@@ -196,7 +196,7 @@ def test_depth_is_known_by_any_of_lerobots_entries(root):
         ([["a", "b", "c", "d"]], ["action[0]", "action[1]", "action[2]"]),
     ],
 )
-def test_names_in_whatever_form_name_the_dimensions(root, names, expected):
+def test_dimension_names_forms_are_read(root, names, expected):
     edit_feature(root, "action", names=names)
     assert dimension_names(load_metadata(root), "action") == expected
 
@@ -210,7 +210,7 @@ def test_names_in_whatever_form_name_the_dimensions(root, names, expected):
         *((name, {"dtype": "float32", "shape": [1]}, "its name is not printable") for name in ("a/b", "..", "a\0b")),
     ],
 )
-def test_what_no_policy_is_given_by_itself_may_be_anything(root, key, feature, told):
+def test_unsupported_features_are_ignored_with_note(root, key, feature, told):
     before = load_metadata(root)
     edit_feature(root, key, **feature)
     edit_info(root, robot_type=["left", "right"])
@@ -224,7 +224,7 @@ def test_what_no_policy_is_given_by_itself_may_be_anything(root, key, feature, t
     ("stated", "apart"),
     [((None, None), 2), ((1, 1), 1), ((1, 5), 5), ((4, None), 2), (("2", -3), 2), ((True, 10), 2), ((), 1)],
 )
-def test_how_far_key_frames_are_apart(stated, apart):
+def test_key_frame_distance(stated, apart):
     videos = [Feature(str(n), "video", (4, 4, 3), None, False, {"video.g": g}) for n, g in enumerate(stated)]
     assert key_frame_rows([Feature("image", "image", (4, 4, 3), None, False, {}), *videos]) == apart
 
@@ -244,7 +244,7 @@ def test_local_paths_and_urls(original, as_url):
         ("abfs://container@account.dfs.core.windows.net/arm", "abfs:// is not read: copy or mount the dataset"),
     ],
 )
-def test_stores_that_are_not_promised_are_refused(root, message):
+def test_unsupported_protocols_are_refused(root, message):
     with pytest.raises(
         ValueError, match=f"dataset {root}: {message}.*; expected a local folder, s3://, gs:// or az://"
     ):
@@ -262,12 +262,12 @@ def test_stores_that_are_not_promised_are_refused(root, message):
         ("data", r"not a LeRobot dataset: meta/info.json is missing \(found \[chunk-000"),
     ],
 )
-def test_places_that_hold_no_dataset(root, place, message):
+def test_paths_without_dataset_are_refused(root, place, message):
     refuses(root / place, message, FileNotFoundError)
 
 
 @pytest.mark.parametrize("protocol", ["s3", "gs", "nope", "simplecache::s3"])
-def test_credentials_in_an_address_are_not_repeated(protocol, capsys, caplog):
+def test_credentials_in_url_are_not_printed(protocol, capsys, caplog):
     root = f"{protocol}://AKIA:canary/secret@bucket/arm"
     for call in (load_metadata, read_lerobot, lambda root: read_lerobot({root: 1.0})):
         with pytest.raises(ValueError, match="^dataset root: an address with credentials in it") as refused:
@@ -278,7 +278,7 @@ def test_credentials_in_an_address_are_not_repeated(protocol, capsys, caplog):
     assert err.startswith("error: dataset root: ") and "canary" not in out + err + caplog.text
 
 
-def test_a_place_that_may_not_be_read(root, monkeypatch):
+def test_unreadable_folder_is_reported(root, monkeypatch):
     def refuse(self, path, **kwargs):
         raise PermissionError("Access Denied")
 
@@ -287,14 +287,14 @@ def test_a_place_that_may_not_be_read(root, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["meta/tasks.parquet", "meta/episodes"])
-def test_missing_metadata(root, name):
+def test_missing_metadata_file_is_reported(root, name):
     path = root / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     refuses(root, f"{name}.* is missing", FileNotFoundError)
 
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "text", "middle"])
-def test_corrupt_parquet(root, damage):
+def test_corrupt_parquet_is_refused(root, damage):
     name = "meta/episodes/chunk-000/file-000.parquet"
     content = (root / name).read_bytes()
     damaged = {
@@ -317,7 +317,7 @@ def test_corrupt_parquet(root, damage):
     ],
     ids=["empty", "deep", "list"],
 )
-def test_corrupt_json(root, name, content, message):
+def test_corrupt_json_is_refused(root, name, content, message):
     (root / name).write_bytes(content)
     refuses(root, f"{name}.*{message}")
 
@@ -341,12 +341,12 @@ def test_corrupt_json(root, name, content, message):
         ({"codebase_version": None}, "codebase_version is None"),
     ],
 )
-def test_info(root, changes, message):
+def test_invalid_info_is_refused(root, changes, message):
     edit_info(root, **changes)
     refuses(root, f"meta/info.json: {message}")
 
 
-def test_another_version(root):
+def test_unknown_version_is_refused(root):
     edit_info(root, codebase_version="v4.0")
     refuses(root, "'v4.0'; v3.0, v2.1 and v2.0 are read")
 
@@ -363,7 +363,7 @@ def test_another_version(root):
         (TOP, {"info": "h264"}, "info is 'h264'"),
     ],
 )
-def test_features(root, key, changes, message):
+def test_invalid_features_are_refused(root, key, changes, message):
     edit_feature(root, key, **changes)
     refuses(root, f"meta/info.json: feature {re.escape(repr(key))}.*{message}")
 
@@ -390,13 +390,13 @@ def test_features(root, key, changes, message):
         ("data_path", 7),
     ],
 )
-def test_templates_that_lead_elsewhere(root, name, template):
+def test_unsafe_path_templates_are_refused(root, name, template):
     edit_info(root, **{name: template})
     refuses(root, f"meta/info.json: {name}.*(not a path|expected a path template)")
 
 
 @pytest.mark.parametrize("value", ["high", [[1.0], [1.0, 2.0]], [1.0, None], []])
-def test_statistics_that_are_no_numbers_count_as_missing(root, value):
+def test_invalid_statistics_are_ignored_with_note(root, value):
     stats, before = json.loads((root / "meta/stats.json").read_text()), load_metadata(root).stats
     stats["action"]["mean"] = value
     stats["observation.state"] = [1, 2]
@@ -421,12 +421,12 @@ def test_statistics_that_are_no_numbers_count_as_missing(root, value):
         ({"task_index": [0, 1], "task": ["a", "b\0c"]}, r"task 1 holds a NUL character"),
     ],
 )
-def test_tasks(root, table, message):
+def test_invalid_tasks_are_refused(root, table, message):
     pq.write_table(pa.table(table), root / "meta/tasks.parquet")
     refuses(root, f"meta/tasks.parquet: .*{message}")
 
 
-def test_tasks_that_are_there_twice_or_empty(root):
+def test_duplicate_and_empty_tasks_are_ignored(root):
     tasks = load_metadata(root).tasks
     table = {"task_index": [*tasks, 0, 99], "task": [*tasks.values(), tasks[0], None]}
     pq.write_table(pa.table(table), root / "meta/tasks.parquet")
@@ -453,7 +453,7 @@ def tasks_as(kind):
 
 
 @pytest.mark.parametrize("kind", ["absent", "null", "numbers", "texts", "nulls in lists", "other words"])
-def test_tasks_of_episodes_in_whatever_form(root, kind):
+def test_episode_tasks_forms_are_read(root, kind):
     """LeRobot's `convert_image_to_video` writes none: rows have theirs by `task_index`."""
     before = load_metadata(root)
     for path in (root / "meta/episodes").rglob("*.parquet"):
@@ -485,7 +485,7 @@ def read_all(meta):
         ("episode_index", 10**8, "an episode has the number 100,000,000"),
     ],
 )
-def test_episodes(root, column, value, message):
+def test_invalid_episode_values_are_refused(root, column, value, message):
     edit_parquet(episodes_file(root), set_value(column, 2, value))
     refuses(root, f"meta/episodes.*{message}")
 
@@ -500,7 +500,7 @@ def test_episodes(root, column, value, message):
         (f"videos/{TOP}/from_timestamp", float("nan"), "has nan as videos/observation.images.top/from_timestamp"),
     ],
 )
-def test_a_broken_episode_is_named_and_may_be_left_out(root, column, value, message):
+def test_invalid_episode_location_can_be_left_out(root, column, value, message):
     """Also by choosing others, and by cameras that are not its own; rows are those of the whole dataset."""
     whole = load_metadata(root)
     edit_parquet(episodes_file(root), set_value(column, 2, value))
@@ -518,7 +518,7 @@ def test_a_broken_episode_is_named_and_may_be_left_out(root, column, value, mess
 
 
 @pytest.mark.parametrize("gone", [[0, 1], [3, 7, 8], [11]])
-def test_numbering_with_holes(root, gone):
+def test_missing_episode_numbers_are_skipped(root, gone):
     """Rows of what is there are those of the whole dataset; a beginning that is not 0 needs no flag."""
     whole = load_metadata(root)
     remove_episodes(root, gone)
@@ -543,17 +543,17 @@ def test_numbering_with_holes(root, gone):
 
 
 @pytest.mark.parametrize("column", ["length", f"videos/{WRIST}/from_timestamp"])
-def test_missing_episode_columns(root, column):
+def test_missing_episode_columns_are_refused(root, column):
     edit_parquet(episodes_file(root), lambda table: table.drop_columns([column]))
     refuses(root, rf"meta/episodes/\S+ lacks the columns \[{re.escape(column)}\]|: lacks the columns \[{column}\]")
 
 
-def test_a_lost_episodes_file(root):
+def test_missing_episodes_file_is_refused(root):
     episodes_file(root, 1).unlink()
     refuses(root, "total_episodes is 12, but meta/episodes holds")
 
 
-def test_no_episode_recorded_yet(root):
+def test_empty_dataset_is_refused(root):
     for path in (root / "meta/episodes").rglob("*.parquet"):
         edit_parquet(path, lambda table: table.slice(0, 0))
     refuses(root, "holds no episode")
@@ -563,7 +563,7 @@ def test_no_episode_recorded_yet(root):
 
 
 @pytest.mark.parametrize("name", ["meta/info.json", "meta/tasks.parquet", "data/chunk-000"])
-def test_links_to_the_outside(root, original, name):
+def test_links_out_of_dataset_are_refused(root, original, name):
     path = root / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     path.symlink_to(original / name)

@@ -115,7 +115,7 @@ def assert_rows(rows, dataset, keys):
 
 
 @pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
-def test_rows_are_those_of_lerobots_conversion(v21, converted, windows):
+def test_rows_equal_lerobots_conversion(v21, converted, windows):
     root, total = v21, sum(LENGTHS)
     dataset = LeRobotDataset(
         "local/converted", root=converted, video_backend="pyav", delta_timestamps=windows, return_uint8=True
@@ -134,7 +134,7 @@ def without_column(root, name):
     return root
 
 
-def test_rows_without_frame_index(v3, tmp_path):
+def test_missing_frame_index_column_is_derived(v3, tmp_path):
     """As GR00T's format has them."""
     lacking, total = without_column(shutil.copytree(v3, tmp_path / "lacking"), "frame_index"), sum(LENGTHS)
     theirs = LeRobotDataset("local/v3", root=lacking, video_backend="pyav", delta_timestamps=WINDOWS, return_uint8=True)
@@ -153,7 +153,7 @@ def test_rows_without_frame_index(v3, tmp_path):
     assert rows == {"index": [*range(total)] * 2, "frame_index": place.tolist() * 2}
 
 
-def test_rows_without_frame_index_that_are_not_one_episode(v3, tmp_path):
+def test_missing_frame_index_needs_ordered_rows(v3, tmp_path):
     lacking = without_column(shutil.copytree(v3, tmp_path / "lacking"), "frame_index")
     path = lacking / load_metadata(lacking).data_files[0]
     table = pq.read_table(path)
@@ -164,7 +164,7 @@ def test_rows_without_frame_index_that_are_not_one_episode(v3, tmp_path):
         load_metadata(without_column(lacking, "task_index"))
 
 
-def test_statistics_are_those_of_lerobots_conversion(v21, converted):
+def test_statistics_equal_lerobots_conversion(v21, converted):
     found, expected = load_metadata(v21).stats, load_metadata(converted).stats
     for key in ("action", "observation.state", "timestamp", "observation.images.top"):
         for name in ("min", "max", "mean", "std", "count"):
@@ -172,7 +172,7 @@ def test_statistics_are_those_of_lerobots_conversion(v21, converted):
         assert found[key].keys() == {"min", "max", "mean", "std", "count"}  # and no quantiles, which it never had
 
 
-def test_the_table_of_episodes_is_that_of_v3(v3, v21):
+def test_episode_table_equals_v30(v3, v21):
     found, expected = load_metadata(v21), load_metadata(v3)
     assert (found.codebase_version, found.fps, found.tasks) == ("v2.1", expected.fps, expected.tasks)
     assert found.episode_tasks == expected.episode_tasks
@@ -183,7 +183,7 @@ def test_the_table_of_episodes_is_that_of_v3(v3, v21):
     assert weights.tolist() == [0.5, 1.5, 2.5, 3.5]
 
 
-def test_v20_and_a_mixture_of_versions(v3, v21, tmp_path):
+def test_versions_are_mixed_with_shared_frame_cache(v3, v21, tmp_path):
     """v2.0 has the statistics of all rows; frames that are cached are those of either version."""
     v20 = as_v2(v3, tmp_path / "v20", "v2.0")
     metas = [load_metadata(v20), load_metadata(v3), load_metadata(v21)]
@@ -214,7 +214,7 @@ def test_v20_and_a_mixture_of_versions(v3, v21, tmp_path):
         (STATS_PATH, lambda lines: lines[1].update(stats=[]), r"stats is \[\], expected an object"),
     ],
 )
-def test_what_is_wrong_is_named(copied, path, change, message):
+def test_invalid_jsonl_lines_are_refused(copied, path, change, message):
     lines = [json.loads(line) for line in (copied / path).read_text().splitlines()]
     change(lines)
     write_lines(copied / path, lines)
@@ -223,7 +223,7 @@ def test_what_is_wrong_is_named(copied, path, change, message):
     assert str(copied) in str(refused.value)
 
 
-def test_what_no_row_needs_may_be_anything(copied):
+def test_unneeded_invalid_values_are_ignored_with_note(copied):
     """Lengths as floats, tasks as texts or none, statistics that are null, a hole in the numbering."""
     whole = load_metadata(copied)
     lines = [json.loads(line) for line in (copied / EPISODES_PATH).read_text().splitlines()]
@@ -252,7 +252,7 @@ def test_what_no_row_needs_may_be_anything(copied):
         np.testing.assert_array_equal(rows[0][key], rows[1][key])
 
 
-def test_files_that_are_missing_deep_or_large_are_refused(copied, monkeypatch):
+def test_invalid_episodes_file_is_refused(copied, monkeypatch):
     (copied / EPISODES_PATH).write_text("[" * 200_000 + "\n")
     with pytest.raises(ValueError, match="episodes.jsonl, line 1 is not valid JSON"):
         load_metadata(copied)
@@ -267,7 +267,7 @@ def test_files_that_are_missing_deep_or_large_are_refused(copied, monkeypatch):
         load_metadata(copied)
 
 
-def test_statistics_of_many_episodes_are_joined_a_few_at_a_time(copied, monkeypatch):
+def test_statistics_are_aggregated_in_batches(copied, monkeypatch):
     whole = load_metadata(copied).stats
     text = (copied / STATS_PATH).read_text()
     (copied / STATS_PATH).write_text(text.replace("\n", "\r\n").rstrip())
@@ -284,7 +284,7 @@ def test_statistics_of_many_episodes_are_joined_a_few_at_a_time(copied, monkeypa
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="shared/real is not there")
-def test_a_real_robots_episodes(tmp_path):
+def test_real_g1_dataset_equals_lerobots_conversion(tmp_path):
     """A Unitree G1's, 26 joints, one camera: rows and statistics equal those of LeRobot's conversion."""
     root = shutil.copytree(REAL, tmp_path / "g1", copy_function=shutil.copyfile)
     for path in [root, *root.rglob("*")]:
@@ -308,7 +308,7 @@ def test_a_real_robots_episodes(tmp_path):
     np.testing.assert_allclose(meta.stats["action"]["std"], expected["std"], rtol=1e-9)
 
 
-def test_numbers_without_an_episode_cost_no_file(copied):
+def test_absent_episode_numbers_list_no_files(copied):
     """As of a part of a large dataset that keeps its numbers."""
     (line, *_) = [json.loads(line) for line in (copied / EPISODES_PATH).read_text().splitlines()]
     write_lines(copied / EPISODES_PATH, [line | {"episode_index": 400_000}])

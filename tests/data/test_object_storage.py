@@ -121,7 +121,7 @@ def rows_in_process(source):
         yield from ({name: values[i] for name, values in columns.items()} for i in range(table.num_rows))
 
 
-def test_every_row_on_s3_through_a_bad_network_equals_lerobots(bucket, proxied, local):
+def test_rows_on_s3_with_network_faults_equal_lerobots(bucket, proxied, local):
     """Every object's first requests fail, each in another way."""
     faults, options = proxied
     kinds = itertools.cycle(["503", "reset", "cut", None])
@@ -133,7 +133,7 @@ def test_every_row_on_s3_through_a_bad_network_equals_lerobots(bucket, proxied, 
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("503", "data"), ("stall", "video"), ("403", "video")])
-def test_a_store_that_fails_for_good_in_the_middle(bucket, proxied, fault, kind, tmp_path, monkeypatch):
+def test_persistent_store_failure_names_file_and_remedy(bucket, proxied, fault, kind, tmp_path, monkeypatch):
     """The error names dataset and file and says what to do, within the time given."""
     monkeypatch.setattr(
         "vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path)
@@ -157,7 +157,7 @@ def test_a_store_that_fails_for_good_in_the_middle(bucket, proxied, fault, kind,
     assert len(faults.of(file)) == 1 if fault == "403" else len(faults.of(file)) >= 1
 
 
-def test_images_are_on_the_nodes_disk_once(bucket, proxied, tmp_path, monkeypatch):
+def test_images_are_not_cached_twice(bucket, proxied, tmp_path, monkeypatch):
     """Not as blocks of their files beside the images."""
     monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path / "node"))
     root = make_dataset(tmp_path / "images", cameras={}, image_cameras={TOP: (128, 128)}, noise=64, episodes=(FRAMES,))
@@ -177,7 +177,7 @@ def test_images_are_on_the_nodes_disk_once(bucket, proxied, tmp_path, monkeypatc
     assert stored("blocks") < size / 2
 
 
-def test_the_requests_of_a_window_are_made_side_by_side(bucket, proxied, tmp_path, monkeypatch):
+def test_window_requests_are_concurrent(bucket, proxied, tmp_path, monkeypatch):
     """And nothing asks what the objects are: the driver listed them."""
     monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path))
     faults, options = proxied
@@ -200,7 +200,7 @@ def test_the_requests_of_a_window_are_made_side_by_side(bucket, proxied, tmp_pat
     assert len(faults.requests) == len(videos)
 
 
-def test_columns_of_a_parquet_file_are_fetched_side_by_side(bucket, proxied):
+def test_parquet_column_requests_are_concurrent(bucket, proxied):
     """Of a row group and the next; what lies between them is not."""
     rows = np.random.default_rng(0).integers(0, 2**62, (3, 400_000))
     table, file = pa.table(dict(zip("abc", rows, strict=True))), io.BytesIO()
@@ -221,7 +221,7 @@ def test_columns_of_a_parquet_file_are_fetched_side_by_side(bucket, proxied):
     assert len(faults.requests) == 3 and sum(r.sent_bytes for r in faults.requests) < 0.8 * len(file.getvalue())
 
 
-def test_the_program_passes_its_flags_on(bucket, base, tmp_path, monkeypatch):
+def test_storage_flags_reach_file_system(bucket, base, tmp_path, monkeypatch):
     monkeypatch.setenv("VLA_CACHE_GB", "2")
     monkeypatch.setenv("VLA_READ_TIMEOUT_S", "30")
     flags_ = {"dataset.root": "s3://robots/arm", "dataset.cache_dir": tmp_path / "c"}
@@ -242,7 +242,7 @@ def google(local, monkeypatch):
         yield
 
 
-def test_every_row_on_google_storage_equals_lerobots(google, local):
+def test_rows_on_google_storage_equal_lerobots(google, local):
     meta = load_metadata(f"gs://robots/{local.name}")
     assert meta.root == f"gs://robots/{local.name}"
     source = datasource([meta], shuffle_seed=0, shuffle_window=16, delta_timestamps=WINDOWS)
@@ -252,21 +252,21 @@ def test_every_row_on_google_storage_equals_lerobots(google, local):
 # ---- S3, what the program says --------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_on_s3(bucket, base, tmp_path, capsys):
+def test_dry_run_on_s3(bucket, base, tmp_path, capsys):
     assert vla.main([*flags(base, tmp_path / "out", **{"dataset.root": "s3://robots/arm/"}), "--dry_run"]) == 0
     out, err = capsys.readouterr()
     assert "Dataset      s3://robots/arm\n" in out and f"6 episodes, {FRAMES} frames at 10 fps" in out
     assert SECRET not in out + err
 
 
-def test_credentials_do_not_travel(bucket):
+def test_serialized_source_holds_no_credentials(bucket):
     """Workers find them in their own environment: what is sent to them holds none."""
     source = datasource([load_metadata("s3://robots/arm")])
     sent = pickle.dumps((source, source._context()))
     assert b"robots/arm" in sent and SECRET.encode() not in sent
 
 
-def test_a_wrong_endpoint(bucket, monkeypatch, base, tmp_path, capsys):
+def test_wrong_endpoint_is_reported(bucket, monkeypatch, base, tmp_path, capsys):
     """Told sooner than a store that goes away later on."""
     monkeypatch.setattr("vla_finetuning.data.metadata.FIRST_ANSWER_TIMEOUT_S", 0.5)
     with socket.socket() as unused:
@@ -278,7 +278,7 @@ def test_a_wrong_endpoint(bucket, monkeypatch, base, tmp_path, capsys):
     assert re.search(expected, message)
 
 
-def test_no_credentials(bucket, monkeypatch, base, tmp_path, capsys):
+def test_missing_credentials_are_reported(bucket, monkeypatch, base, tmp_path, capsys):
     """What is public needs none; a store that wants some says no."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -291,7 +291,7 @@ def test_no_credentials(bucket, monkeypatch, base, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", ["vanish", "change"])
-def test_objects_that_are_not_there_as_they_were_at_the_start(damaged, bucket, local, tmp_path, monkeypatch, kind):
+def test_objects_changed_after_listing_are_reported(damaged, bucket, local, tmp_path, monkeypatch, kind):
     url, prefix = damaged
     source = datasource([load_metadata(url)])
     for file in (source.metas[0].data_files[1], source.metas[0].video_files[TOP][1]):
@@ -318,7 +318,7 @@ def hub(local, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("train", [False, pytest.param(True, marks=[pytest.mark.ray, pytest.mark.slow])])
-def test_a_gated_dataset_of_the_hub(hub, base, no_ray_cluster, tmp_path, monkeypatch, capfd, train):
+def test_gated_hub_dataset_needs_token_and_is_pinned(hub, base, no_ray_cluster, tmp_path, monkeypatch, capfd, train):
     """Downloaded once, pinned to a commit, with a token that goes to the Hub and nowhere else."""
     out, sent = tmp_path / "out", []
 

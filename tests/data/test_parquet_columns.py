@@ -105,7 +105,7 @@ def copies(folder):
     return [[path for path in paths if path.is_file() and path.suffix != ".lock"] for paths in found]
 
 
-def test_what_was_unpacked_once_is_not_unpacked_again(originals, work, monkeypatch):
+def test_columns_are_unpacked_once_per_node(originals, work, monkeypatch):
     root = originals["file"]
     expected = without_copies(root, monkeypatch)
     assert min(work[key] for key in EACH) > 1.5 * ROWS  # windows share row groups
@@ -120,7 +120,7 @@ def test_what_was_unpacked_once_is_not_unpacked_again(originals, work, monkeypat
     assert work == {"footers": 2 * files} | dict.fromkeys(EACH, ROWS)
 
 
-def test_row_groups_of_episodes(originals, work, monkeypatch):
+def test_row_groups_per_episode_are_unpacked_once(originals, work, monkeypatch):
     root = originals["episode"]
     expected = without_copies(root, monkeypatch)
     before = work.copy()
@@ -131,7 +131,7 @@ def test_row_groups_of_episodes(originals, work, monkeypatch):
     assert all(work[key] < 2.5 * before[key] for key in CAMERAS)  # of six epochs
 
 
-def test_reads_in_stored_order_copy_no_images_that_they_do_not_want(originals, work, folder):
+def test_sequential_reads_copy_no_unneeded_images(originals, work, folder):
     an_epoch(originals["episode"], None, window=50)  # as the longest row group
     assert min(work[key] for key in CAMERAS) >= ROWS and not copies(folder)[1]
     work.clear()
@@ -139,7 +139,7 @@ def test_reads_in_stored_order_copy_no_images_that_they_do_not_want(originals, w
     assert max(work[key] for key in CAMERAS) <= 2 * ROWS  # 6 without copies
 
 
-def test_footers_are_remembered_within_a_bound(originals, monkeypatch):
+def test_footer_cache_is_bounded(originals, monkeypatch):
     path = next(originals["episode"].glob("data/*/*.parquet"))
     size = pq.ParquetFile(path).metadata.serialized_size
     for most, left in ((0, "j"), (3 * size + 9, "hij")):
@@ -151,7 +151,7 @@ def test_footers_are_remembered_within_a_bound(originals, monkeypatch):
         assert list(safe_parquet._footers) == list(left)
 
 
-def test_a_file_that_changed_is_unpacked_anew(root, folder, monkeypatch):
+def test_changed_file_is_unpacked_again(root, folder, monkeypatch):
     an_epoch(root)
     before = list(map(len, copies(folder)))
     path = root / load_metadata(root).data_files[0]
@@ -169,7 +169,7 @@ def test_a_file_that_changed_is_unpacked_anew(root, folder, monkeypatch):
     assert [len(after) <= at_first for after, at_first in zip(copies(folder), before, strict=True)] == [True, True]
 
 
-def test_a_damaged_copy_is_made_anew(root, folder, work, monkeypatch):
+def test_damaged_copy_is_rebuilt(root, folder, work, monkeypatch):
     expected = an_epoch(root)
     work.clear()
     forget(monkeypatch)
@@ -184,7 +184,7 @@ def test_a_damaged_copy_is_made_anew(root, folder, work, monkeypatch):
     assert not any(work[key] for key in EACH)
 
 
-def test_a_damaged_row_group_costs_only_those_who_want_its_rows(originals, tmp_path, work):
+def test_damaged_row_group_affects_only_its_rows(originals, tmp_path, work):
     """Episodes that are whole are read as ever, though the file cannot be copied."""
     root = Path(shutil.copytree(originals["episode"], tmp_path / "dataset"))
     path = root / load_metadata(root).data_files[0]
@@ -204,7 +204,7 @@ def test_a_damaged_row_group_costs_only_those_who_want_its_rows(originals, tmp_p
     assert work["numbers"] < 4 * ROWS
 
 
-def test_two_readers_at_once_unpack_each_row_once(originals, work, monkeypatch):
+def test_concurrent_readers_unpack_each_row_once(originals, work, monkeypatch):
     unpack = parquet_columns.read_columns
     monkeypatch.setattr(
         parquet_columns, "read_columns", lambda *args, **options: time.sleep(0.05) or unpack(*args, **options)
@@ -215,7 +215,7 @@ def test_two_readers_at_once_unpack_each_row_once(originals, work, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["numbers fit", "nothing fits"])
-def test_a_folder_that_fails_costs_a_warning(originals, folder, work, monkeypatch, caplog, fault):
+def test_full_numbers_folder_is_warned_about(originals, folder, work, monkeypatch, caplog, fault):
     root = originals["file"]
     expected = without_copies(root, monkeypatch)
     without = work.copy()
@@ -231,7 +231,7 @@ def test_a_folder_that_fails_costs_a_warning(originals, folder, work, monkeypatc
     assert len(warnings) == 1 + (fault != "numbers fit") and all("VLA_NUMBERS_DIR" in warning for warning in warnings)
 
 
-def test_the_default_folder_is_not_used_where_it_is_memory(root, folder, work, monkeypatch):
+def test_default_numbers_folder_in_memory_is_not_used(root, folder, work, monkeypatch):
     monkeypatch.setattr(disk_cache, "is_in_memory", lambda folder: True)
     assert disk_cache.numbers_gb() == 20  # somebody chose it
     monkeypatch.setattr(disk_cache, "DEFAULT_NUMBERS_DIR", str(folder))
@@ -242,7 +242,7 @@ def test_the_default_folder_is_not_used_where_it_is_memory(root, folder, work, m
         assert work.pop("numbers") and not folder.exists()
 
 
-def test_a_size_that_is_none_is_said_where_it_is_used(monkeypatch):
+def test_invalid_numbers_size_is_refused(monkeypatch):
     for text in ("20GB", "nan", "-1"):
         monkeypatch.setenv("VLA_NUMBERS_GB", text)
         with pytest.raises(ValueError, match=f"VLA_NUMBERS_GB='{text}' in the environment: expected a number above 0"):
@@ -272,12 +272,12 @@ def arrow(values, type_, shape, dtype=np.float32):
         (["a"], pa.string(), (1,), np.int64, "holds string, expected numbers"),
     ],
 )
-def test_values_that_are_not_the_declared_ones(values, type_, shape, dtype, message):
+def test_values_of_wrong_type_or_shape_are_refused(values, type_, shape, dtype, message):
     with pytest.raises(ValueError, match=f"data: column x: {message}"):
         arrow(values, type_, shape, dtype)
 
 
-def test_values_that_are():
+def test_values_of_compatible_types_are_cast():
     assert arrow([[1], [2]], pa.list_(pa.float64()), (1,)).tolist() == [1, 2]
     assert arrow([0, 1], pa.int8(), (1,), np.bool_).tolist() == [False, True]
     assert arrow([0.0, 1.0], pa.float64(), (1,), np.int64).dtype == np.int64
@@ -288,7 +288,7 @@ def test_values_that_are():
 @pytest.mark.parametrize(
     "form", ["bytes", "large bytes", "paths", "paths beside", "structures of paths", "some of each"]
 )
-def test_every_form_that_datasets_image_reads(tmp_path, form):
+def test_image_column_forms_equal_datasets_image(tmp_path, form):
     """Rows equal those of the same images as LeRobot embeds them; what the form means is said by `datasets.Image`."""
     root = make_dataset(tmp_path / "d", cameras={}, image_cameras={"observation.images.top": (16, 24)}, episodes=(4, 3))
     key, meta = "observation.images.top", load_metadata(root)
@@ -344,7 +344,7 @@ def frames_of(meta, key):
         ([1.5] * 7, "observation.images.top has type double, and images are stored as bytes, as paths, or"),
     ],
 )
-def test_images_that_are_elsewhere_or_none(tmp_path, column, message):
+def test_invalid_image_values_are_refused(tmp_path, column, message):
     root = make_dataset(tmp_path / "d", cameras={}, image_cameras={"observation.images.top": (16, 24)}, episodes=(4, 3))
     key, (file,) = "observation.images.top", load_metadata(root).data_files
     table, values = pq.read_table(root / file), pa.array(column, pa.string() if column[0] is None else None)
@@ -353,7 +353,7 @@ def test_images_that_are_elsewhere_or_none(tmp_path, column, message):
         frames_of(load_metadata(root), key)
 
 
-def test_images_are_read_a_row_group_of_one_camera_at_a_time(tmp_path, monkeypatch):
+def test_images_are_read_by_row_group_and_camera(tmp_path, monkeypatch):
     """LeRobot writes a row group per episode: a window has rows of many, and a minute of three cameras is gigabytes."""
     cameras = {f"observation.images.{name}": (96, 128) for name in "abc"}
     root = make_dataset(

@@ -46,7 +46,7 @@ def part_segments(request, monkeypatch):
     ("segment", "window", "later", "cut_at"),
     [(4, 8, None, 1), (4, 8, None, 2), (1, 1, None, 2), (32, 16, 1, 8), (7, 1000, None, 1)],
 )
-def test_every_row_of_every_epoch_once(lengths, segment, window, later, cut_at, part_segments):
+def test_each_epoch_has_each_row_once(lengths, segment, window, later, cut_at, part_segments):
     plan = StreamPlan(
         episodes(*lengths), seed=3, segment_rows=segment, window_rows=window, cut_at=cut_at, later_segment_rows=later
     )
@@ -59,14 +59,14 @@ def test_every_row_of_every_epoch_once(lengths, segment, window, later, cut_at, 
 
 
 @pytest.mark.parametrize(("cut", "later"), [(1, None), (3, None), (8, 1), (11, None), (50, 1)])
-def test_reading_on_from_anywhere_gives_the_same_rows(cut, later, part_segments):
+def test_reading_resumes_at_any_position(cut, later, part_segments):
     plan = StreamPlan(episodes(5, 1, 7, 30), seed=3, segment_rows=4, window_rows=10, later_segment_rows=later)
     whole = read(plan, 0, 2 * plan.rows_per_epoch)
     pieces = [row for a in range(0, len(whole), cut) for row in read(plan, a, min(a + cut, len(whole)))]
     assert pieces == whole
 
 
-def test_the_order_of_rows_does_not_change():
+def test_row_order_is_stable_across_versions():
     plan = StreamPlan(episodes(5, 1, 7, 30, 200), seed=3, segment_rows=4, window_rows=10)
     rows = read(plan, 0, 2 * plan.rows_per_epoch) + read(mixture((5, 0.1, 0.7)), 0, 820)
     assert hashlib.sha256(repr(rows).encode()).hexdigest().startswith("5097483d8feb9fde")
@@ -75,7 +75,7 @@ def test_the_order_of_rows_does_not_change():
     assert len({tuple(i for *_, i in read(p, e * 243, e * 243 + 243)) for p in orders for e in range(3)}) == 6
 
 
-def test_segments_are_cut_where_a_decoder_can_begin(part_segments):
+def test_segments_are_cut_at_key_frames(part_segments):
     lengths = (5, 1, 7, 30, 200)
     plan = StreamPlan(episodes(*lengths), seed=3, segment_rows=8, window_rows=10**6, cut_at=4)
     begins = np.cumsum(lengths) - lengths
@@ -97,7 +97,7 @@ def test_segments_are_cut_where_a_decoder_can_begin(part_segments):
         assert plans[0].identity() == plans[1].identity()
 
 
-def test_every_part_of_an_epoch_has_rows_of_every_episode(monkeypatch):
+def test_epoch_parts_sample_every_episode(monkeypatch):
     lengths = [100] * 50 + [8] * 50
     whole = StreamPlan(episodes(*lengths), seed=0, segment_rows=4, window_rows=40).identity()
     monkeypatch.setattr(data_plan, "PART_SEGMENTS", 200)
@@ -126,19 +126,19 @@ def plan_within(folder, stages, cpu_s, mb):
 @pytest.mark.parametrize(
     ("number", "cpu_s", "mb"), [(2000, 8, 100), pytest.param(100_000, 25, 250, marks=pytest.mark.slow)]
 )
-def test_a_large_dataset_is_planned_in_few_seconds_and_megabytes(tmp_path, number, cpu_s, mb):
+def test_large_dataset_is_planned_within_time_and_memory(tmp_path, number, cpu_s, mb):
     """Of 100 000 episodes the shortest segments are cut, 15 million in an epoch."""
     make(tmp_path / "dataset", number)
     plan_within(tmp_path, STAGES, cpu_s, mb)
 
 
-def test_a_mixture_of_many_members_is_planned_as_fast(tmp_path):
+def test_mixture_of_many_datasets_is_planned_within_time(tmp_path):
     for number in range(6):
         make(tmp_path / f"dataset-{number:02d}", 100, number)
     plan_within(tmp_path, ("metadata", "plan", "coordinator"), 8, 100)
 
 
-def test_the_sources_of_a_mixture_share_what_is_held(monkeypatch):
+def test_mixture_members_share_segment_budget(monkeypatch):
     def mixture():
         parts = [episodes(*[100] * 20, dataset=d) for d in range(3)] + [episodes(9, 14, dataset=3)]
         return StreamPlan(together(*parts), seed=0, segment_rows=4, window_rows=1, weights=[1, 2, 1, 0.02])
@@ -159,12 +159,12 @@ def test_the_sources_of_a_mixture_share_what_is_held(monkeypatch):
     assert sum(len(source._cached[1][0][0]) for source in plan._sources) <= 600 * 1.05
 
 
-def test_a_fair_share_leaves_the_small_whole():
+def test_fair_share():
     assert fair_share([5, 5], 10) == 10 and fair_share([3], 10) == 10 and fair_share([30], 10) == 10
     assert fair_share([1, 30, 30], 11) == 5 and fair_share([4, 4, 4], 6) == 2 and fair_share([1, 1, 1], 2) == 1
 
 
-def test_later_epochs_of_single_rows_are_shuffled_as_a_whole():
+def test_single_row_segments_shuffle_later_epochs_globally():
     eps = episodes(*[100] * 50)
     plan = StreamPlan(eps, seed=0, segment_rows=10, window_rows=100, later_segment_rows=1)
     as_ever = StreamPlan(eps, seed=0, segment_rows=10, window_rows=100)
@@ -179,7 +179,7 @@ def test_later_epochs_of_single_rows_are_shuffled_as_a_whole():
     assert plan.identity() == as_ever.identity() | {"later_epochs": {"segment_rows": 1, "parts_of_epoch": [1]}}
 
 
-def test_a_window_mixes_episodes_but_keeps_runs_for_the_decoder():
+def test_window_mixes_episodes_in_contiguous_runs():
     plan = StreamPlan(episodes(*[100] * 50), seed=0, segment_rows=10, window_rows=100)
     (window,) = plan.slices(100, 200)
     assert len(set(window.episode)) >= 7  # about 10 places of 50 episodes
@@ -188,7 +188,7 @@ def test_a_window_mixes_episodes_but_keeps_runs_for_the_decoder():
     assert (np.diff(index) == 1).mean() < 0.2
 
 
-def test_identity_tells_plans_apart():
+def test_identity_differs_between_plans():
     def plan(**changes):
         options = {"seed": 0, "segment_rows": 4, "window_rows": 8, **changes}
         return StreamPlan(options.pop("eps", episodes(5, 6)), **options).identity()
@@ -208,7 +208,7 @@ def test_evenly_spaced():
     assert evenly_spaced(0, 3).tolist() == [] and evenly_spaced(0, 3).dtype == np.int64
 
 
-def test_bad_arguments():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="no episodes"):
         StreamPlan(episodes(), seed=0, segment_rows=4, window_rows=8)
     for segment, window in ((0, 1), (1, 0)):
@@ -223,7 +223,7 @@ def test_bad_arguments():
 
 @pytest.mark.parametrize("asked", [1, 16, 4096])
 @pytest.mark.parametrize("fitting", [0, 33, 288, 10**6])
-def test_a_window_mixes_as_many_segments_as_are_wanted(asked, fitting):
+def test_window_and_segment_sizes(asked, fitting):
     window, segment = window_and_segment(asked, fitting, 16, 32)
     assert -(-window // segment) >= min(32, asked) and 1 <= segment <= 16
     assert window <= max(fitting, 32) and window <= asked and window % 16 * (window // 17) == 0
@@ -249,7 +249,7 @@ def mixture(weights, seed=0, window=64):
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (100, 10, 300), (5, 0.1, 0.7), (1, 100, 100)])
-def test_a_mixture_gives_each_dataset_its_share_of_every_epoch(weights):
+def test_mixture_epochs_match_weights(weights):
     plan = mixture(weights)
     assert plan.rows_per_epoch == 410
     for epoch in range(4):
@@ -261,7 +261,7 @@ def test_a_mixture_gives_each_dataset_its_share_of_every_epoch(weights):
 
 
 @pytest.mark.parametrize("weights", [(100, 10, 300), (5, 0.1, 0.7), (2, 9, 1)])
-def test_every_frame_of_a_dataset_is_seen_as_often_as_any_other(weights, part_segments):
+def test_mixture_repeats_rows_evenly(weights, part_segments):
     """At the end of every window no frame is ahead of another of its dataset by more than one."""
     plan = mixture(weights)
     seen = {(d, i): 0 for d, lengths in enumerate(LENGTHS) for i in range(sum(lengths))}
@@ -277,7 +277,7 @@ def test_every_frame_of_a_dataset_is_seen_as_often_as_any_other(weights, part_se
     assert weights != (100, 10, 300) or set(seen.values()) == {7}
 
 
-def test_every_window_mixes_in_proportion():
+def test_mixture_windows_match_weights():
     plan = mixture((2, 1, 1), window=64)
     for window in plan.slices(0, 820):
         found = Counter(plan.episodes.dataset_index[window.episode[window.rows()[0]]].tolist())
@@ -290,7 +290,7 @@ def test_every_window_mixes_in_proportion():
 
 
 @pytest.mark.parametrize("cut", [7, 64])
-def test_a_mixture_read_on_from_anywhere_and_from_another_process(cut, part_segments):
+def test_mixture_resumes_at_any_position_in_another_process(cut, part_segments):
     plan = mixture((5, 0.1, 0.7))
     whole = read(plan, 0, 820)
     copy = pickle.loads(pickle.dumps(plan))
@@ -300,7 +300,7 @@ def test_a_mixture_read_on_from_anywhere_and_from_another_process(cut, part_segm
 
 
 @pytest.mark.parametrize("counts", [(3, 2, 1), (7, 7, 7), (2**40 + 1, 2**40, 5), (1, 1000)])
-def test_dealing_is_exact_for_counts_of_any_size(counts):
+def test_interleaver_is_exact_for_large_counts(counts):
     dealer, total = Interleaver(counts), sum(counts)
     for position in (1, 2, 5, total // 2, total - 1):
         dealt = dealer.before(position)
@@ -312,7 +312,7 @@ def test_dealing_is_exact_for_counts_of_any_size(counts):
 
 
 @pytest.mark.parametrize("counts", [(10,), (7, 1), (5, 5, 5), (1, 100, 3, 29), (1,) * 30, (64, 32, 16, 8, 4, 2, 1)])
-def test_dealing_goes_on_by_one_row_and_keeps_to_the_shares(counts):
+def test_interleaver_advances_by_one_and_matches_shares(counts):
     dealer, total = Interleaver(counts), sum(counts)
     before = [0] * len(counts)
     for position in range(total + 1):
@@ -333,7 +333,7 @@ def weighted(weights=WEIGHTS, lengths=(5, 1, 7, 30, 12, 4), **options):
     return StreamPlan(episodes(*lengths), episode_weights=np.array(weights), **chosen)
 
 
-def test_a_weighted_row_comes_as_often_as_its_weight_says(part_segments):
+def test_weighted_rows_occur_by_weight(part_segments):
     """After any number of epochs never one off; and the plan knows beforehand how often exactly."""
     plan, position, seen = weighted(), 0, Counter()
     of_row = np.repeat(np.arange(6), plan.episodes.length).tolist()
@@ -357,7 +357,7 @@ def test_a_weighted_row_comes_as_often_as_its_weight_says(part_segments):
     assert [row for a in range(0, 300, 7) for row in read(plan, a, min(a + 7, 300))] == read(plan, 0, 300)
 
 
-def test_epochs_of_episodes_of_one_weight_are_about_as_long_as_each_other():
+def test_weighted_epochs_have_similar_lengths():
     plan = weighted([0.4] * 100 + [1.3] * 50, [10] * 150)
     ends = np.array([plan.epoch_at(e * plan.rows_per_epoch + plan.rows_per_epoch // 2) for e in range(30)])
     assert ends[:, 0].tolist() == list(range(30))
@@ -374,7 +374,7 @@ def test_epochs_of_episodes_of_one_weight_are_about_as_long_as_each_other():
     assert np.diff(numbers).min() >= 33 and [e for e, _, _ in read(rare, 0, 80)] == np.repeat(numbers, 8).tolist()
 
 
-def test_weighted_episodes_in_a_mixture(part_segments):
+def test_weighted_episodes_in_mixture(part_segments):
     """Datasets have their shares as ever; within a dataset, its own epochs follow the weights of its episodes."""
     drawn = three_datasets()
     weight = np.array([1, 0.25, 2.5, 1, 1, 0.5])
@@ -394,7 +394,7 @@ def test_weighted_episodes_in_a_mixture(part_segments):
 
 
 @pytest.mark.parametrize("window", [1, 8, 20])
-def test_how_often_rows_of_a_mixture_came_anywhere_in_a_stream(window):
+def test_mixture_occurrences_are_bounded_at_any_position(window):
     """A source's epoch ends within a window: some of its rows are still to come, and others came once more already."""
     drawn = together(episodes(9, 14, 11, dataset=0), episodes(22, 9, dataset=1))
     plan = StreamPlan(drawn, seed=1, segment_rows=4, window_rows=window, weights=[3, 1])
@@ -408,7 +408,7 @@ def test_how_often_rows_of_a_mixture_came_anywhere_in_a_stream(window):
     assert not plan.occurrences(0)[1].any()
 
 
-def test_shares_that_cannot_be():
+def test_invalid_shares_are_refused():
     assert apportion(10, [1, 1, 1]) == [4, 3, 3]
     for weights in ([1, 0], [1, -1], [1, float("nan")], [1, float("inf")]):
         with pytest.raises(ValueError, match="expected positive numbers"):

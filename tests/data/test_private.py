@@ -12,7 +12,7 @@ import pytest
 from vla_finetuning.data.disk_cache import LEDGER, DiskCache, is_in_memory, make_private, open_own
 
 
-def test_a_path_that_others_can_change_is_refused(tmp_path):
+def test_world_writable_ancestor_is_refused(tmp_path):
     """An ancestor that anybody may write to, be it on the path as it is named or where a link leads."""
     (tmp_path / "open/mine").mkdir(parents=True)
     (tmp_path / "open").chmod(0o777)
@@ -27,7 +27,7 @@ def test_a_path_that_others_can_change_is_refused(tmp_path):
     assert (tmp_path / "a/b").stat().st_mode & 0o777 == 0o700
 
 
-def test_what_belongs_to_another_user_is_refused(tmp_path, monkeypatch):
+def test_files_of_another_user_are_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("666")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     if os.getuid():  # root's are let through
@@ -38,7 +38,7 @@ def test_what_belongs_to_another_user_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_only_files_are_opened(tmp_path, kind):
+def test_only_regular_files_are_opened(tmp_path, kind):
     (tmp_path / "victim").write_text("as it was")
     path = tmp_path / "planted"
     plant = {
@@ -58,7 +58,7 @@ def opened(folder):
 
 
 @pytest.mark.parametrize("kind", ["ledger", "partial", "file"])
-def test_a_cache_follows_no_link(tmp_path, kind):
+def test_cache_follows_no_symlink(tmp_path, kind):
     folder, victim = tmp_path / "cache", tmp_path / "victim"
     victim.write_bytes(b"as it was")
     content = opened(folder).content("robots", "robots/arm", "content")
@@ -75,18 +75,18 @@ def test_a_cache_follows_no_link(tmp_path, kind):
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770])
-def test_a_place_that_others_may_write_to_is_refused(tmp_path, caplog, mode):
+def test_writable_cache_subfolder_is_refused(tmp_path, caplog, mode):
     place = opened(tmp_path / "cache").content("a dataset", "", "").parents[1]
     place.chmod(mode)
     assert opened(tmp_path / "cache").content("a dataset", "", "") is None and place.exists()
     assert f"{place}" in caplog.text
 
 
-def test_a_disk_that_is_memory_is_told_from_one(tmp_path):
+def test_is_in_memory(tmp_path):
     assert is_in_memory(Path("/dev/shm/nowhere/yet")) and not is_in_memory(Path("/proc/self"))
 
 
-def test_a_cache_of_nothing_is_off(tmp_path, caplog):
+def test_cache_of_size_zero_is_disabled(tmp_path, caplog):
     cache = DiskCache(tmp_path / "cache", 0, "")
     assert cache.content("a dataset", "", "") is None and not cache.is_writable
     assert not (tmp_path / "cache").exists() and not caplog.records

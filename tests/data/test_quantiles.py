@@ -84,7 +84,7 @@ def rows_of(meta, key, episodes):
 
 
 @pytest.mark.parametrize("chosen", [range(6), (0, 2, 5)])
-def test_equal_numpys_over_all_rows_of_the_episodes(root, ways, chosen):
+def test_exact_statistics_equal_numpys(root, ways, chosen):
     meta = load_metadata(root)
     assert len(meta.data_files) > 1
     joint, (own,) = exact_stats([Source(meta, np.array(chosen))], KEYS, cache_dir=None)
@@ -100,7 +100,7 @@ def test_equal_numpys_over_all_rows_of_the_episodes(root, ways, chosen):
     assert state["std"][1] == 0 and state["q01"][1] == state["q99"][1] == np.float32(0.1)  # a joint that never moves
 
 
-def test_a_mixture_by_its_weights(root, second, ways):
+def test_mixture_statistics_equal_weighted_numpys(root, second, ways):
     """Datasets together, with dimensions in another order in the second one's files."""
     first, other = load_metadata(root), load_metadata(second)
     other = reorder_dimensions(other, {"action": (2, 0, 1)}, first)
@@ -117,7 +117,7 @@ def test_a_mixture_by_its_weights(root, second, ways):
             assert_numpys(own[key], of_one)
 
 
-def test_relative_actions(root, ways):
+def test_relative_action_statistics_equal_numpys(root, ways):
     meta = load_metadata(root)
     how = RelativeActions(6, (True, False, True))
     found, _ = exact_stats([Source(meta, np.arange(1, 6))], ["action", "next.reward"], cache_dir=None, relative=how)
@@ -139,7 +139,7 @@ def test_relative_actions(root, ways):
         exact_stats([Source(meta, np.arange(6), movement=still)], ["action"], cache_dir=None, relative=how)
 
 
-def test_two_passes_cost_little_memory():
+def test_coarse_counts_are_small():
     """What is sent of a file: groups of values, not values."""
     values = np.random.default_rng(0).normal(size=(100_000, 1)).astype(np.float32)
     coarse = quantiles.count_values(values, coarse=True)
@@ -159,7 +159,7 @@ def still(tmp_path_factory):
     return meta, left, Movement.from_metadata(meta, ["observation.state", "action"], 0.5)
 
 
-def test_idle_frames_do_not_count(still, root, ways):
+def test_idle_frames_are_excluded_from_statistics(still, root, ways):
     """Nor where what is described is not what movement is measured by."""
     meta, left, movement = still
     source = Source(meta, np.arange(5), movement=movement)
@@ -191,7 +191,7 @@ def test_idle_frames_do_not_count(still, root, ways):
     np.testing.assert_array_equal(sampled["next.reward"].ravel(), rows["next.reward"][left])
 
 
-def test_the_cache_is_of_episodes_weights_and_order(root, tmp_path, ways):
+def test_cache_key_has_episodes_weights_and_order(root, tmp_path, ways):
     meta, passes = load_metadata(root), ways[0]
 
     def computed(*args, **options):
@@ -210,7 +210,7 @@ def test_the_cache_is_of_episodes_weights_and_order(root, tmp_path, ways):
     assert all(computed([source], ["action"]) and not computed([source], ["action"]) for source in moving)
 
 
-def test_a_file_that_cannot_be_read(root, tmp_path, ways, caplog, monkeypatch):
+def test_unreadable_file_is_skipped_only_if_damaged(root, tmp_path, ways, caplog, monkeypatch):
     copy = shutil.copytree(root, tmp_path / "copy")
     meta = load_metadata(copy)
     (copy / meta.data_files[0]).write_bytes(b"not parquet")
@@ -242,7 +242,7 @@ def test_a_file_that_cannot_be_read(root, tmp_path, ways, caplog, monkeypatch):
     assert read == len(left) and len(rows["action"]) == meta.episode_length[left].sum()
 
 
-def test_a_sample_is_a_few_episodes_of_a_few_files(root, second, monkeypatch):
+def test_sample_reads_few_episodes_of_few_files(root, second, monkeypatch):
     meta = load_metadata(root)
     rows, read = sample_rows(meta, meta.episode_index, ["action", "observation.state"])
     order = np.arange(meta.num_episodes)
@@ -261,7 +261,7 @@ def test_a_sample_is_a_few_episodes_of_a_few_files(root, second, monkeypatch):
     )
 
 
-def test_outside():
+def test_outside_counts_values_beyond_range():
     values = np.array([[0.0, 1.0], [1.0, 1.0], [2.0, 1.0], [3.0, 2.0]])
     low, high = np.array([1.0, 1 + 1e-9]), np.array([3.0, 1 + 1e-9])
     assert outside(values, low, high).tolist() == [0.25, 0.25]

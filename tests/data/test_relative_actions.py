@@ -37,7 +37,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(found[name], values, err_msg=name)
 
 
-def test_equals_lerobots(tmp_path):
+def test_relative_action_statistics_equal_lerobots(tmp_path):
     """Episodes of several files, one of them shorter than a chunk, and one dimension that stays absolute."""
     root = make_dataset(tmp_path / "d", episodes=(12, 7, 4, 15, 9), cameras={})
     meta = load_metadata(root)
@@ -66,7 +66,7 @@ def test_equals_lerobots(tmp_path):
         stats(narrow, how)
 
 
-def test_a_run_of_relative_actions(tmp_path):
+def test_relative_action_run_equals_lerobots_processors(tmp_path):
     """What reaches the policy is what LeRobot's processors make of its rows; the export gives absolute actions."""
     folder, root, base = in_process.make_setting(tmp_path)
     flags = {"policy.use_relative_actions": "true", "policy.relative_exclude_joints": json.dumps(EXCLUDED)}

@@ -6,7 +6,7 @@ from vla_finetuning.data import reused_memory
 from vla_finetuning.data.rows import column_to_numpy, to_table
 
 
-def test_memory_is_used_again_once_nobody_looks_at_it():
+def test_memory_is_reused_only_when_unreferenced():
     def address(array):
         return array.__array_interface__["data"][0]
 

@@ -27,7 +27,7 @@ def refuses(root, message):
         load_metadata(root)
 
 
-def test_extension_types_are_never_deserialised(root):
+def test_extension_types_are_not_deserialised(root):
     """Arrow calls a registered type's deserialiser on opening a file; ours must never get that far."""
     calls = []
 
@@ -63,7 +63,7 @@ def test_extension_types_are_never_deserialised(root):
         pa.unregister_extension_type("test.spy")
 
 
-def test_a_disk_that_does_not_answer_is_no_damaged_file(root, monkeypatch):
+def test_disk_error_is_not_reported_as_damaged_file(root, monkeypatch):
     def refused(file):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -97,7 +97,7 @@ def read(path, columns, budget, **options):
         return read_columns(file, columns, budget, **options)
 
 
-def test_texts_of_every_form_come_out_as_they_are(tmp_path):
+def test_text_columns_round_trip(tmp_path):
     expected = write_forms(tmp_path / "forms.parquet")
     table = read(tmp_path / "forms.parquet", list(reversed(expected)), Budget("rows", 10_000))
     assert table.column_names == list(reversed(expected))
@@ -107,7 +107,7 @@ def test_texts_of_every_form_come_out_as_they_are(tmp_path):
     assert some["text"].to_pylist() == ["go", "go", "go"]
 
 
-def test_a_column_whose_name_begins_others(tmp_path):
+def test_column_with_prefix_name_is_read_alone(tmp_path):
     """DROID has `action` beside `action.original`: only what is wanted is unpacked."""
     values = pa.FixedSizeListArray.from_arrays(pa.array(np.random.default_rng(0).random(4000)), 8)
     pq.write_table(pa.table({"action.original": values, "action": values}), tmp_path / "data.parquet")
@@ -117,7 +117,7 @@ def test_a_column_whose_name_begins_others(tmp_path):
 
 
 @pytest.mark.parametrize("column", ["text", "image", "language"])
-def test_texts_count_as_often_as_they_are_there(tmp_path, column):
+def test_repeated_texts_count_towards_budget(tmp_path, column):
     """A text of 1000 letters, 900 times: in the file it is there once."""
     write_forms(tmp_path / "forms.parquet")
     long = pa.array(["x" * 1000]).dictionary_encode().take(pa.array(np.zeros(900, np.int32)))
@@ -135,7 +135,7 @@ def test_texts_count_as_often_as_they_are_there(tmp_path, column):
         read(path, [column], Budget("texts", 800_000))
 
 
-def test_texts_that_one_row_lists_are_not_unpacked_beyond_the_budget(tmp_path):
+def test_repeated_texts_in_one_row_stay_within_budget(tmp_path):
     """20,000 times a text of 1000 letters, in one row of a file of a few kB."""
     long = pa.array(["x" * 1000]).dictionary_encode().take(pa.array(np.zeros(20_000, np.int32)))
     path = tmp_path / "long.parquet"
@@ -150,7 +150,7 @@ def test_texts_that_one_row_lists_are_not_unpacked_beyond_the_budget(tmp_path):
     assert path.stat().st_size < 10_000 and pool.max_memory() < 5 * 2**20
 
 
-def test_numbers_count_as_often_as_they_are_there(tmp_path):
+def test_repeated_numbers_count_towards_budget(tmp_path):
     """A million zeros take a few bytes in the file, whatever its footer calls them together."""
     path = tmp_path / "zeros.parquet"
     pq.write_table(pa.table({"zero": np.zeros(10**6)}), path)
@@ -162,7 +162,7 @@ def test_numbers_count_as_often_as_they_are_there(tmp_path):
         read(path, ["zero"], budget)
 
 
-def test_a_footer_whose_numbers_make_no_sense():
+def test_inconsistent_footer_is_refused():
     """Negative sizes would hide others; a row group may lack columns of the schema."""
 
     def declared(num_columns=1, **changes):
@@ -179,7 +179,7 @@ def test_a_footer_whose_numbers_make_no_sense():
         declared(num_columns=0)
 
 
-def test_a_column_that_is_there_twice(root):
+def test_duplicate_column_is_refused(root):
     path = root / "meta/tasks.parquet"
     table = pq.read_table(path)
     index = table["task_index"]

@@ -27,7 +27,7 @@ def meta(tmp_path_factory):
         ([0, 1, 2], [4], ["PICK THE [bc]*"], [0, 2]),
     ],
 )
-def test_what_is_left(meta, episodes, exclude, tasks, left):
+def test_episode_selection(meta, episodes, exclude, tasks, left):
     chosen, notes = choose_episodes(meta, episodes, exclude, tasks)
     assert chosen.tolist() == left and chosen.dtype == "int64"
     assert len(notes) == bool(exclude or tasks)
@@ -35,7 +35,7 @@ def test_what_is_left(meta, episodes, exclude, tasks, left):
     assert tasks != ["*cube", "*ball"] or "(used of each: '*cube' 4, '*ball' 2)" in notes[0]
 
 
-def test_an_episode_with_another_task_too_is_said(meta):
+def test_episode_with_second_task_is_noted(meta):
     meta = load_metadata(meta.root)
     meta.episode_tasks[1] = ("place the cube", "Pick the cube")
     _, notes = choose_episodes(meta, tasks=["pick*"])
@@ -53,12 +53,12 @@ def test_an_episode_with_another_task_too_is_said(meta):
         (None, [], "names no pattern"),
     ],
 )
-def test_a_choice_that_cannot_be_meant(meta, exclude, tasks, message):
+def test_invalid_selection_is_refused(meta, exclude, tasks, message):
     with pytest.raises(ValueError, match=message):
         choose_episodes(meta, None, exclude, tasks)
 
 
-def test_of_several_datasets():
+def test_selection_of_several_datasets():
     assert of_each(None, ["/a", "/b"], "--x") == [None, None]
     assert of_each({"/b": [1]}, ["/a", "/b"], "--x") == [None, [1]]
     assert of_each([1], ["/a"], "--x") == [[1]]
@@ -71,7 +71,7 @@ def test_of_several_datasets():
         of_each({"/c": [1]}, ["/a", "/b"], "--x")
 
 
-def test_a_list_in_a_file(tmp_path):
+def test_selection_is_read_from_file(tmp_path):
     path = tmp_path / "excluded.json"
     for choice in ([3, 17], {"/a": [3], "s3://b/c": []}):
         path.write_text(json.dumps(choice))

@@ -28,7 +28,7 @@ def two_datasets():
 
 @pytest.mark.parametrize("lengths", [(5, 1, 7, 30), (1,) * 9, (64, 64), (3, 200)])
 @pytest.mark.parametrize(("shards", "turn", "cut_at"), [(2, 3, 1), (3, 8, 2), (5, 1, 1), (2, 500, 1)])
-def test_every_row_of_every_epoch_once_and_from_anywhere(lengths, shards, turn, cut_at):
+def test_each_epoch_has_each_row_once_from_any_position(lengths, shards, turn, cut_at):
     plan, _ = sharded(episodes(*lengths), shards, turn, cut_at=cut_at)
     n = sum(lengths)
     assert plan.rows_per_epoch == n and epoch_ends(plan, 3 * n) == [n, 2 * n, 3 * n]
@@ -40,7 +40,7 @@ def test_every_row_of_every_epoch_once_and_from_anywhere(lengths, shards, turn, 
         assert [row for a in range(0, 3 * n, cut) for row in read(plan, a, min(a + cut, 3 * n))] == rows
 
 
-def test_of_weighted_episodes_and_of_a_mixture_every_row_as_often_as_is_told():
+def test_sharded_weights_and_mixtures_match_occurrences():
     drawn = two_datasets()
     weights = np.array([0.3, 2.5, 1.0, 1.7, 0.5, 3.0])
     plan, _ = sharded(drawn, 3, 4, repeated=weights)
@@ -69,7 +69,7 @@ def test_of_weighted_episodes_and_of_a_mixture_every_row_as_often_as_is_told():
         assert max(times) - min(times) <= 1
 
 
-def test_a_shard_has_its_part_of_every_dataset_in_equal_numbers():
+def test_shards_split_each_dataset_evenly():
     drawn = two_datasets()
     piece, first, rows, shard = divide(drawn.dataset_index, drawn.length, None, 3, cut_at=2, roots=ROOTS)
     for dataset, total in ((0, 88), (1, 73)):
@@ -89,7 +89,7 @@ def test_a_shard_has_its_part_of_every_dataset_in_equal_numbers():
 
 
 @pytest.mark.parametrize("turn", [6, 40])
-def test_turns_are_of_a_shard_each_but_for_the_ends_of_epochs(turn):
+def test_turns_stay_within_one_shard_except_at_epoch_ends(turn):
     plan, shard = sharded(episodes(*[300] * 20), 4, turn)
     whose = np.concatenate([shard[s.episode[s.rows()[0]]] for s in plan.slices(0, 18000)])
     other = np.flatnonzero(whose != np.arange(18000) // turn % 4)
@@ -101,7 +101,7 @@ def test_turns_are_of_a_shard_each_but_for_the_ends_of_epochs(turn):
 
 
 @pytest.mark.parametrize("block", [6, 12, 24])
-def test_what_a_node_reads_is_of_one_slice_for_each_window(block):
+def test_node_reads_one_slice_per_window(block):
     """Turns of 12 rows of 3 shards, in blocks that are parts of them; or of two, as where there are other nodes."""
     plan, _ = sharded(episodes(*[300] * 4), 3, 12, window_rows=100, later_segment_rows=None)
     rows = read(plan, 0, 3000)
@@ -121,7 +121,7 @@ def test_what_a_node_reads_is_of_one_slice_for_each_window(block):
         assert slices < 30 if block <= 12 else slices > 80
 
 
-def test_another_division_is_another_stream():
+def test_identity_differs_between_divisions():
     drawn = episodes(40, 50, 60)
     others = (((2, 4), 3), ((2, 5), 3), ((3, 4), 3), ((2, 4), 4))
     identities = [sharded(drawn, *division, seed=seed)[0].identity() for division, seed in others]

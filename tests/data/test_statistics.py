@@ -40,7 +40,7 @@ def drop_quantiles(stats):
             del values[name]
 
 
-def test_equals_what_lerobot_wrote_bit_for_bit(original, tmp_path):
+def test_statistics_equal_lerobots_bitwise(original, tmp_path):
     options = {"cameras": {}, "extra_features": True, "true_quantiles": False}
     with_grid = make_dataset(tmp_path / "d", episodes=(5, 3, 8), **options)  # LeRobot writes none for a single frame
     keys = ["action", "observation.state", "observation.counter", "next.reward"]
@@ -54,7 +54,7 @@ def test_equals_what_lerobot_wrote_bit_for_bit(original, tmp_path):
                 assert computed[key][name].shape == meta.stats[key][name].shape
 
 
-def test_missing_statistics_come_back_and_are_computed_once(original, root, tmp_path, monkeypatch):
+def test_missing_statistics_are_computed_once(original, root, tmp_path, monkeypatch):
     edit_stats(root, drop_quantiles)
     expected, calls = load_metadata(original).stats, []
     monkeypatch.setattr(
@@ -71,7 +71,7 @@ def test_missing_statistics_come_back_and_are_computed_once(original, root, tmp_
     assert len(calls) == 1, "nothing is missing"
 
 
-def test_a_renamed_feature_keeps_its_own_statistics(root):
+def test_renamed_feature_keeps_its_statistics(root):
     """stats.json may still have a feature of that name, from before a conversion."""
     meta = load_metadata(root)
     stale = replace(meta, stats={**meta.stats, "joints": meta.stats["action"]})
@@ -79,7 +79,7 @@ def test_a_renamed_feature_keeps_its_own_statistics(root):
     assert renamed.stats["joints"] is meta.stats["observation.state"]
 
 
-def test_without_stats_json(original, root):
+def test_statistics_without_stats_json(original, root):
     (root / "meta/stats.json").unlink()
     meta = load_metadata(root)
     assert meta.stats == {}
@@ -91,7 +91,7 @@ def test_without_stats_json(original, root):
     np.testing.assert_array_equal(stats["observation.joints"]["mean"], expected["observation.state"]["mean"])
 
 
-def test_errors_name_dataset_and_episode(root):
+def test_statistics_errors_name_dataset_and_episode(root):
     (root / "meta/stats.json").unlink()
     meta = load_metadata(root)
     os.remove(root / meta.data_files[1])
@@ -103,7 +103,7 @@ def test_errors_name_dataset_and_episode(root):
         complete_stats(meta, {"action": {"q01"}})
 
 
-def test_the_cache_knows_another_dataset_at_the_same_place(root, tmp_path, monkeypatch):
+def test_changed_dataset_invalidates_statistics_cache(root, tmp_path, monkeypatch):
     (root / "meta/stats.json").unlink()
     passes = []
 
@@ -125,7 +125,7 @@ def test_the_cache_knows_another_dataset_at_the_same_place(root, tmp_path, monke
 
 
 @pytest.mark.parametrize("damage", ["", '{"action": {"q01": "x"}}', '{"action": 1}'])
-def test_a_damaged_cache_is_computed_again(root, tmp_path, damage):
+def test_damaged_statistics_cache_is_recomputed(root, tmp_path, damage):
     (root / "meta/stats.json").unlink()
     meta = load_metadata(root)
     first = complete_stats(meta, {"action": {"q01"}}, cache_dir=tmp_path)
@@ -136,7 +136,7 @@ def test_a_damaged_cache_is_computed_again(root, tmp_path, damage):
     assert json.loads(path.read_text())["action"]["q01"] == first["action"]["q01"].tolist()
 
 
-def test_a_stored_statistic_of_another_shape(root):
+def test_stored_statistic_of_wrong_shape_is_refused(root):
     edit_stats(root, lambda stats: stats["action"]["q99"].pop())
     with pytest.raises(ValueError, match=r"'q99' of 'action' has shape \(2,\), expected \(3,\)"):
         complete_stats(load_metadata(root), {"action": {"q99"}})
@@ -157,7 +157,7 @@ def rewrite_column(root, meta, key, values):
         (lambda c: pa.array([["a", "b", "c"]] * len(c)), "column action: holds string, expected numbers"),
     ],
 )
-def test_data_that_is_not_what_the_metadata_says(root, values, message):
+def test_statistics_of_invalid_data_are_refused(root, values, message):
     meta = load_metadata(root)
     rewrite_column(root, meta, "action", values)
     with pytest.raises(ValueError, match=f"{meta.data_files[0]}.*{message}"):

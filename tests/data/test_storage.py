@@ -67,7 +67,7 @@ def assert_random_reads_are_right(file):
         assert file.read(length) == DATA[start : start + length]
 
 
-def test_faults_that_pass_do_not_show(store):
+def test_transient_faults_are_retried(store):
     """Every range is refused in one way and then in another, and comes out right."""
     faults = [["503", "cut"], ["reset", "503"], ["cut", "reset"], ["503", "reset"]]
     seen = {}
@@ -86,13 +86,13 @@ def test_faults_that_pass_do_not_show(store):
 
 
 @pytest.mark.parametrize("depth", [{}, {"maxdepth": 1}])
-def test_a_listing_that_fails_is_not_an_empty_one(store, depth):
+def test_failed_listing_is_retried(store, depth):
     fs, path = store.connect(timeout_s=60)
     store.faults.choose = lambda request: {1: "503", 2: "reset", 3: "cut"}.get(request.attempt)
     assert list(fs.find(path.rpartition("/")[0], **depth)) == [path]
 
 
-def test_a_stalled_connection_is_given_up_and_made_anew(store):
+def test_stalled_connection_is_replaced(store):
     store.faults.choose = lambda request: "stall" if contents(request) and request.attempt == 1 else None
     fs, path = store.connect(timeout_s=2)  # a quarter of it for a silent connection
     with fs.open(path) as file:
@@ -100,14 +100,14 @@ def test_a_stalled_connection_is_given_up_and_made_anew(store):
     assert [r.attempt for r in store.faults.requests if contents(r)] == [1, 2]
 
 
-def test_what_is_not_there_is_not_asked_for_again(store):
+def test_missing_object_is_not_requested_again(store):
     fs, path = store.connect(timeout_s=60)
     with pytest.raises(FileNotFoundError):
         fs.open(path + "s")
     assert [r for r in store.faults.requests if r.attempt > 2] == []
 
 
-def test_neighbouring_blocks_come_in_one_request(store):
+def test_neighbouring_blocks_are_fetched_in_one_request(store):
     fs, path = store.connect()
     with fs.open(path) as file:
         file.seek(10)
@@ -117,7 +117,7 @@ def test_neighbouring_blocks_come_in_one_request(store):
     assert [r.range for r in store.faults.requests if contents(r)] == [f"bytes=0-{SIZE - 1}"]
 
 
-def test_a_file_that_shrinks_while_it_is_read():
+def test_file_changed_while_read_is_reported():
     bucket = MemoryBucket()
     bucket.put("shrinking", DATA)
     with RemoteFileSystem(bucket, StoragePolicy()).open("memory/shrinking") as file:
@@ -135,7 +135,7 @@ def test_a_file_that_shrinks_while_it_is_read():
 
 
 @pytest.mark.parametrize("kept", [1, 3])
-def test_any_seeking_and_reading_gives_the_files_bytes(monkeypatch, tmp_path, kept):
+def test_random_seeks_and_reads_equal_file(monkeypatch, tmp_path, kept):
     """With blocks so small that all their boundaries are met; a cache must make no difference."""
     monkeypatch.setattr(storage, "BLOCK_BYTES", 7)
     monkeypatch.setattr(storage, "KEPT_BLOCKS", kept)
@@ -168,7 +168,7 @@ def another_process():
     disk_cache.cache_clear()
 
 
-def test_what_is_cached_is_not_fetched_until_it_changes(tmp_path):
+def test_cached_blocks_are_fetched_again_after_change(tmp_path):
     bucket = MemoryBucket()
     remote = RemoteFileSystem(bucket, StoragePolicy(cache_dir=str(tmp_path / "cache")))
     fetched, read_range = [], remote.read_range
@@ -188,7 +188,7 @@ def test_what_is_cached_is_not_fetched_until_it_changes(tmp_path):
     assert len(list((tmp_path / "cache").glob("*/*/*"))) == 1
 
 
-def test_statistics_of_a_bucket_are_known_by_its_objects_content():
+def test_bucket_listing_identifies_content():
     bucket, found = MemoryBucket(), []
     for data in (DATA, DATA[::-1]):  # as long as before
         bucket.put("data/file-000.parquet", data)

@@ -72,7 +72,7 @@ def read(source, times_s):
     return np.stack(frames)
 
 
-def test_the_index_is_what_ffmpeg_makes_of_the_file(store, content, tmp_path):
+def test_index_equals_ffmpegs_packets(store, content, tmp_path):
     index, _ = video_index._read_index(opened(store).file)
     (tmp_path / "file.mp4").write_bytes(content)
     with av.open(str(tmp_path / "file.mp4")) as container:
@@ -85,7 +85,7 @@ def test_the_index_is_what_ffmpeg_makes_of_the_file(store, content, tmp_path):
     assert set(index.key.tolist()) >= {i for i, p in enumerate(packets) if p.is_keyframe}
 
 
-def test_what_is_asked_for_beforehand_is_what_is_read(store, content, tmp_path):
+def test_prefetched_ranges_are_those_ffmpeg_reads(store, content, tmp_path):
     (tmp_path / "file.mp4").write_bytes(content)
     runs = [(3, 6), (40, 44), (50, 53), (100, 101), (147, 150)]
     times_s = np.concatenate([np.arange(a, b) for a, b in runs]) / FPS
@@ -107,7 +107,7 @@ def test_what_is_asked_for_beforehand_is_what_is_read(store, content, tmp_path):
         store.fetched.clear()
 
 
-def test_a_node_reads_the_index_once(store, content):
+def test_index_is_cached_on_node(store, content):
     video = opened(store)
     index, ranges = video_index._read_index(video.file)
     video.ask(np.array([1.0]), FPS)
@@ -128,7 +128,7 @@ def test_a_node_reads_the_index_once(store, content):
     assert video_index._read_index(video.file)[1] == ranges and store.fetched
 
 
-def test_an_index_that_makes_no_sense_is_left_to_ffmpeg(content):
+def test_invalid_index_falls_back_to_ffmpeg(content):
     """Any bytes: no error, no memory that the file does not have, nothing outside the file."""
 
     class File:
