@@ -140,6 +140,19 @@ def test_the_card_has_success_at_any_time_and_at_the_end(finished):
     assert rows == [f"| `<b>` | 7 of 8 | {ends}", f"| `step 40, two_bins` | 5 of 8 | {ends}"]
 
 
+def test_the_card_describes_the_exported_step_of_a_run_that_went_on(finished):
+    config = json.loads((finished / "config.json").read_text())
+    write_json(finished / "config.json", {**config, "env_type": "two_bins"})
+    score = {"interval": [0.1, 0.6], "successes_at_end": 3, "interval_at_end": [0.1, 0.6]}
+    for step in (30, 40):
+        line = {"step": step, "successes": step // 10, "episodes": 8, **score}
+        append_line(finished / "evaluations.jsonl", json.dumps(line))
+    write_json(finished / "pretrained_model" / "robot.json", {"step": 30})
+    card = push.model_card(finished, REPO)
+    assert "30 optimizer steps (logged to step 20), 320 samples" in card
+    assert "`step 30, two_bins` | 3 of 8" in card and "step 40" not in card
+
+
 def test_only_what_an_export_writes_is_pushed(server, finished, caplog):
     server.private[REPO] = True
     policy = finished / "pretrained_model"
@@ -235,7 +248,7 @@ def test_what_is_on_the_hub_is_named_with_its_commit(finished):
     assert card.data.base_model == "lerobot/pi05_base" and card.data.datasets == ["lab/bins"]
     assert f"`lerobot/pi05_base` at commit `{'e' * 40}`" in card.text
     assert f"`lab/bins` at commit `{'d' * 40}`" in card.text
-    assert "Not measured: no episode was held out." in card.text
+    assert "\nNot measured.\n" in card.text
 
     (finished / "config.json").write_text(json.dumps({**config, "policy_path": None, "policy_type": "pi05"}))
     assert "A `pi05` policy, trained from random weights." in push.model_card(finished, REPO)

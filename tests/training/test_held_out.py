@@ -190,7 +190,10 @@ def test_the_best_by_the_held_out_loss_is_exported_in_averaged_weights(setting):
     assert describe_exported(run.config, run.job) == (
         f": step {best} of 4, held-out loss {least:.4g}, averaged weights (--ema.enable)"
     )
+    (run.job.output_dir / "evaluation.json").write_text("{}")
     export_run(run)
+    assert not (run.job.output_dir / "evaluation.json").exists()  # it was of another policy
+    assert json.loads((run.job.output_dir / "pretrained_model" / "robot.json").read_text())["step"] == best
     exported = load_file(run.job.output_dir / "pretrained_model" / "model.safetensors")
     averages = load_file(kept[0] / "attempt-00000" / "average.safetensors")
     assert averages and all(torch.equal(exported[name.removeprefix("average.")], averages[name]) for name in averages)

@@ -39,6 +39,7 @@ def trained_files(config: Config, rows: Rows, robot: Robot) -> dict[str, dict[st
         rtc_training_max_delay: largest number of given first actions in training, if any.
         writes: --train.text_targets.
         statistics: --dataset.statistics.
+        step: optimizer steps of the weights; `export` adds it.
     """
     rendering = rows.drawn(robot.datasets)
     return {ROBOT_NAME: _facts(config, rows, robot)} | _environment(rendering)

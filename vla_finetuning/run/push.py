@@ -162,12 +162,17 @@ def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
 
     config, facts = read_json(output_dir / CONFIG_NAME), read_json(output_dir / RUN_NAME)
     policy = read_json(output_dir / POLICY_DIR / robot / CONFIG_NAME)
-    lines, evaluation = read_lines(output_dir / METRICS_NAME), read_json(output_dir / EVALUATION_NAME)
-    scores = [] if robot else [*evaluation.get("closed_loop", {}).values()]
-    if not robot and (played := evaluations(output_dir)):
-        scores.append({"label": f"step {played[-1]['step']}, {config['env_type']}", **played[-1]})
+    on_robot = read_json(output_dir / POLICY_DIR / robot / ROBOT_NAME)
+    evaluation = read_json(output_dir / EVALUATION_NAME)
+    lines = [json.loads(line) for line in read_lines(output_dir / METRICS_NAME)]
+    # Earlier versions exported no step. After an export, the run may have gone on.
+    step = on_robot.get("step", lines[-1]["step"] if lines else 0)
+    scores = [
+        *evaluation.get("closed_loop", {}).values(),
+        *({"label": f"step {step}, {config['env_type']}"} | e for e in evaluations(output_dir) if e["step"] == step),
+    ]
     if robot:
-        evaluation = evaluation.get("robots", {}).get(robot, {})
+        scores, evaluation = [], evaluation.get("robots", {}).get(robot, {})
     on_hub = config["dataset"]["repo_id"]
     base = None if config["policy_type"] else facts["policy"]["base"]
     base_on_hub = facts["policy"]["revision"] is not None
@@ -196,12 +201,13 @@ def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
         base_revision=facts["policy"]["revision"],
         parameters=facts["policy"]["parameters"],
         trainable=facts["policy"]["trainable"],
-        metrics=json.loads(lines[-1]) if lines else {},
+        step=step,
+        metrics=next((line for line in reversed(lines) if line["step"] <= step), {}),
         errors=held_out_errors(evaluation) if evaluation else {},
         frames=evaluation["trained"]["frames"] if evaluation else 0,
         scores=[{**score, "label": _as_code(score["label"])} for score in scores if score["episodes"]],
         versions=facts["versions"],
-        on_robot=_on_robot(read_json(output_dir / POLICY_DIR / robot / ROBOT_NAME)),
+        on_robot=_on_robot(on_robot),
         options=json.dumps(_publishable(config), indent=2),
     )
     return str(card)
@@ -284,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     escape_warnings()
     try:
-        pull(args.output_dir)
+        pull(args.output_dir, at_the_top=True)
         config = read_json(args.output_dir / CONFIG_NAME)
         repo_id = args.repo_id or config.get("policy_repo_id")
         if repo_id is None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from vla_finetuning.buckets.mirror import address, push, release, remove
 from vla_finetuning.files import write_json
 from vla_finetuning.options.grpo import CRITIC
+from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.lora import add_adapters
@@ -34,6 +35,7 @@ from vla_finetuning.run.checkpoint import (
     load_checkpoint,
     load_progress,
 )
+from vla_finetuning.run.folder import EVALUATION_NAME
 from vla_finetuning.run.job import Job
 
 
@@ -75,14 +77,16 @@ def export(spec: PolicySpec, checkpoint: Path, output_dir: Path) -> None:
     weights, and also written to `adapter` if the options ask for that.
     """
     policy, adapted = _trained_policy(spec, checkpoint)
+    step = load_progress(checkpoint).step
     if adapted is not None:
         path, revision = spec.base["path"], spec.base["revision"]
         for robot in spec.robots if spec.adapters.export == "adapter" else ():
             with _export_folder(output_dir / "adapter" / robot.name) as folder:
                 pipelines, config, renamed = in_own_names(spec.select_robot(robot))
                 save_adapters(adapted, path, revision, *pipelines, folder, config)
-                _write_files(folder, robot, renamed)
+                _write_files(folder, robot, renamed, step)
         adapted.merge_and_unload()
+    remove(output_dir / EVALUATION_NAME)  # of the policy that this one replaces
     with _export_folder(output_dir / "pretrained_model") as root:
         written = None
         for robot in spec.robots:
@@ -90,19 +94,19 @@ def export(spec: PolicySpec, checkpoint: Path, output_dir: Path) -> None:
             pipelines, config, renamed = in_own_names(spec.select_robot(robot))
             save_pretrained(policy, *pipelines, folder, config, written)
             written = folder
-            _write_files(folder, robot, renamed)
+            _write_files(folder, robot, renamed, step)
 
 
-def _write_files(folder: Path, robot: Robot, renamed: Mapping[str, str]) -> None:
-    """Write `robot.files`; cameras that the export still renames get the policy's names."""
+def _write_files(folder: Path, robot: Robot, renamed: Mapping[str, str], step: int) -> None:
+    """Write `robot.files`, with the step; cameras that the export still renames get the policy's names."""
     for name, content in robot.files.items():
-        if "cameras" in content:
+        if name == ROBOT_NAME:
             cameras = {
                 key: {"height": size["height"], "width": size["width"]}
                 | ({"policy": renamed[key]} if key in renamed else {})
                 for key, size in content["cameras"].items()
             }
-            content = {**content, "cameras": cameras}
+            content = {**content, "cameras": cameras, "step": step}
         write_json(folder / name, content)
 
 
