@@ -224,7 +224,7 @@ def test_an_attempt_is_started_once(url):
             start_attempt(copy, 0, 1)
             started.append(copy)
         except RuntimeError as error:
-            assert f"{url}: another process goes on with this run" in str(error)
+            assert f"{url}: another process has taken over this run" in str(error)
 
     threads = [threading.Thread(target=start, args=(copy,)) for copy in copies]
     for thread in threads:

@@ -28,7 +28,6 @@ from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.paths import with_absolute_paths
 from vla_finetuning.plan.preflight import examine
-from vla_finetuning.run import folder as run_folder
 from vla_finetuning.run.checkpoint import SPARE_BYTES, TRAINABLE, Piece, Progress, commit, write_pieces
 from vla_finetuning.run.exported import result_problem
 from vla_finetuning.run.folder import (
@@ -185,7 +184,7 @@ def test_answered_before_anything_heavy_is_imported(setting, tmp_path):
 def test_a_dry_run_refuses_what_the_start_refuses(setting, tmp_path, monkeypatch, capsys, changes, message):
     started(setting, tmp_path / "run")
     if not changes:
-        monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     argv = [f"--{name}={value}" for name, value in {"output_dir": tmp_path / "run", **changes}.items()]
     before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*"))
     for more in (["--dry_run"], []):
@@ -211,7 +210,7 @@ def test_the_disk_takes_all_checkpoints_that_are_there_at_once(setting, tmp_path
     assert GrpoConfig(keep_checkpoints=5, keep_best=1).training().most_checkpoints(steps=100) == 7
 
     free = run.job.disk_bytes + SPARE_BYTES
-    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, free))
     checked(run.config, run.job.start, 100, run.job.disk_bytes)
     free -= 1
     with pytest.raises(OSError, match="no space for the checkpoints"):

@@ -180,7 +180,7 @@ def test_an_attempt_that_is_over_cannot_commit(run, monkeypatch):
     copy = other_process(address(run))
     newer = Training(copy, start_attempt(copy, 4, 1))
     error = stale.save(8)
-    assert isinstance(error, RuntimeError) and "another process goes on with this run" in str(error)
+    assert isinstance(error, RuntimeError) and "another process has taken over this run" in str(error)
     assert latest_checkpoint(copy / "checkpoints").name == "step_00000004"
 
     # At once too where a file that both write, as metrics.jsonl, is the newer attempt's by now.
@@ -190,7 +190,7 @@ def test_an_attempt_that_is_over_cannot_commit(run, monkeypatch):
         if folder is copy:
             push(folder)
     error = stale.save(8)
-    assert isinstance(error, RuntimeError) and "another process goes on with this run" in str(error)
+    assert isinstance(error, RuntimeError) and "another process has taken over this run" in str(error)
     assert Bucket(address(run)).read("metrics.jsonl") == b"newer\n"
     (run / "metrics.jsonl").unlink()
 
@@ -198,7 +198,7 @@ def test_an_attempt_that_is_over_cannot_commit(run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("vla_finetuning.training.checkpoint_writer.is_newest", lambda output_dir, attempt: True)
         assert stale.save(8) is None
-    with pytest.raises(ValueError, match="void, a later attempt went on from step 4 without it"):
+    with pytest.raises(ValueError, match="not used, as the run was continued later from step 4"):
         load_progress(copy / "checkpoints" / "step_00000008")
     assert latest_checkpoint(copy / "checkpoints").name == "step_00000004"
     assert newer.save(8) is None  # in the place of the void one
@@ -214,7 +214,7 @@ def test_an_attempt_that_is_over_writes_nothing_on_a_disk(tmp_path):
     """Neither beside a later attempt of the run, nor in a run that was begun anew in its folder."""
     (tmp_path / "checkpoints").mkdir()
     first, second = (Training(tmp_path, start_attempt(tmp_path, 0, 1)) for _ in range(2))
-    message = rf"{tmp_path}: another process goes on with this run; step_00000004 is not written"
+    message = rf"{tmp_path}: another process has taken over this run; step_00000004 is not written"
     with pytest.raises(RuntimeError, match=message):
         raise first.save(4)
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -164,7 +164,7 @@ def test_what_a_dead_attempt_wrote_does_not_come_along(tmp_path, monkeypatch):
         f"{path.name}/attempt-00001/trainable.safetensors",
         f"{path.name}/state.json",
     ]
-    with pytest.raises(RuntimeError, match="another process goes on with this run; step_00000007 is not written"):
+    with pytest.raises(RuntimeError, match="another process has taken over this run; step_00000007 is not written"):
         commit(path, PROGRESS, write_pieces(path, whole), 0)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.buckets import Bucket
 from vla_finetuning.buckets.mirror import remove
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.job import CONFIG_NAME
@@ -39,7 +40,9 @@ def test_storage_that_cannot_do_what_a_run_does(tmp_path, monkeypatch, lacking):
     with monkeypatch.context() as mounted:
         mounted.setattr(os, lacking, refused)
         with (
-            pytest.raises(OSError, match=r"output_dir=.*run: its storage does not .*mounted bucket.*choose a folder"),
+            pytest.raises(
+                OSError, match=r"output_dir=.*run: its storage, perhaps a mounted bucket, cannot .*choose a folder"
+            ),
             claim_folder(config),
         ):
             pytest.fail("it was claimed")
@@ -69,7 +72,7 @@ def test_a_run_that_was_trained_never_begins_again_at_step_0(tmp_path, name):
     written(tmp_path, "last_checkpoint.json", '{"step": 20, "attempt": 0}')
     assert checkpoint_to_resume(tmp_path) == newest
     remove(newest / name)
-    with pytest.raises(ValueError, match=r"no checkpoint that can be used, but that of step 20 was.*put a checkpoint"):
+    with pytest.raises(ValueError, match=r"no checkpoint that can be used, but that of step 20 was.*copy a checkpoint"):
         checkpoint_to_resume(tmp_path)
     newest = checkpoint(tmp_path, 4)
     assert checkpoint_to_resume(tmp_path) == newest
@@ -117,6 +120,22 @@ def test_a_run_that_is_refused_leaves_no_folder_above_its_own(tmp_path):
     with pytest.raises(KeyError), claim_folder(Config(output_dir=str(tmp_path / "there" / "a" / "b"))):
         raise KeyError
     assert list(tmp_path.iterdir()) == [tmp_path / "there"] and not any((tmp_path / "there").iterdir())
+    with pytest.raises(KeyError), claim_folder(Config(output_dir=str(tmp_path / "there"))):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == [tmp_path / "there"] and not any((tmp_path / "there").iterdir())
+
+
+def test_a_probe_that_a_killed_process_left_occupies_no_folder(tmp_path):
+    (tmp_path / ".storage-x").mkdir()
+    check_folder(Config(output_dir=str(tmp_path)))
+
+
+def test_a_folder_in_a_bucket_that_is_refused_is_not_downloaded(bucket_url):
+    Bucket(bucket_url).write("videos/top.mp4", b"x")
+    config = Config(output_dir=bucket_url)
+    with pytest.raises(FileExistsError, match="is not empty: it holds no run"):
+        check_folder(config)
+    assert not [*config.folder.rglob("*.mp4")]
 
 
 def test_a_demo_empties_its_own_folder_and_no_input(tmp_path, monkeypatch):

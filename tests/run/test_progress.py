@@ -82,7 +82,7 @@ def test_a_start_says_what_it_does_and_does_not_count_as_a_step(tmp_path, capsys
     out = capsys.readouterr().out
     assert out.count("step 4/62  loss") == 2
     first, second = out.split("\n", 2)[:2]
-    assert first == "started      2 training processes from step 0: the model is made, the first batch is read"
+    assert first == "started      2 training processes from step 0: building the model and reading the first batch"
     assert second.startswith("step 2/62  loss")
 
 

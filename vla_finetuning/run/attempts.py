@@ -29,7 +29,7 @@ def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> 
     try:
         push(path, only_if_unchanged=True)
     except ChangedError as error:
-        raise RuntimeError(f"{address(output_dir)}: another process goes on with this run") from error
+        raise RuntimeError(f"{address(output_dir)}: another process has taken over this run") from error
     return number
 
 

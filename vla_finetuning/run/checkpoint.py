@@ -201,7 +201,7 @@ def commit(folder: Path, progress: Progress, files: Files, attempt: int) -> None
 def superseded(folder: Path) -> RuntimeError:
     """Return the error of an attempt that is over and must not write the checkpoint `folder`."""
     url = address(folder.parent.parent)
-    return RuntimeError(f"{url}: another process goes on with this run; {folder.name} is not written")
+    return RuntimeError(f"{url}: another process has taken over this run; {folder.name} is not written")
 
 
 def attempt_folder(folder: Path, attempt: int) -> Path:
@@ -239,7 +239,10 @@ def load_checkpoint(
     def check(target: Path) -> None:
         for name, written in files.items():
             if file_digest(target / name) != written["sha256"]:
-                raise ValueError(f"checkpoint {address(folder)}: {name} has changed since it was written")
+                raise ValueError(
+                    f"checkpoint {address(folder)}: {name} has changed since it was written; "
+                    "remove the folder to go on from the one before"
+                )
 
     with fetched(stored, files.__contains__, check) as local:
         _load(folder, local, files, requested)
@@ -517,7 +520,7 @@ def _state(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"checkpoint {url}: {STATE} is missing or damaged ({error})") from error
     if (counts := _void_after(state, folder)) is not None:
-        raise ValueError(f"checkpoint {url}: void, a later attempt went on from step {counts} without it")
+        raise ValueError(f"checkpoint {url}: not used, as the run was continued later from step {counts}, before it")
     files = sizes(attempt_folder(folder, state["attempt"]))
     for name, written in state["files"].items():
         if files.get(name) != written["bytes"]:

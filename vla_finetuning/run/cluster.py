@@ -145,7 +145,7 @@ def _poll(demand: Demand) -> Iterator[None]:
             print_safe(f"waiting      for capacity, at most {limit_s:g} s: {missing}", file=sys.stderr)
         elif time.monotonic() - since > limit_s:
             raise ValueError(
-                f"{missing}; none came for {limit_s:g} s (VLA_NODES_TIMEOUT_S); {FREE_CAPACITY}; --resume goes on"
+                f"{missing}; no more came within {limit_s:g} s (VLA_NODES_TIMEOUT_S); {FREE_CAPACITY}; --resume goes on"
             )
         yield
 
@@ -204,7 +204,7 @@ def _describe_pending(demand: Demand) -> str | None:
     states = {group["state"] for id, group in placement_group_table().items() if id.endswith(job)}
     if not states & {"PENDING", "RESCHEDULING"}:
         return None
-    return f"the cluster has no capacity for {demand.text}: others use it, or no node is large enough"
+    return f"the cluster has no capacity for {demand.text}: other jobs use it, or no single node has enough"
 
 
 def connect() -> None:

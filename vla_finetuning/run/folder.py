@@ -37,7 +37,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import tempfile
 import uuid
@@ -88,6 +87,8 @@ EVALUATIONS_NAME, EVALUATIONS = "evaluations.jsonl", "evaluations"
 SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac", "optimizer_options", "scheduler_options")
 # Options that choose the statistics by which the policy is normalised.
 NORMALISATION = ("dataset.statistics", "dataset.mixture_stats", "dataset.use_imagenet_stats")
+# Begins the names of files and folders that test the storage.
+PROBE = ".storage-"
 RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
@@ -98,10 +99,11 @@ def check_folder(config: JobOptions) -> None:
     """
     folder = config.folder
     check_place(folder)
-    pull(folder)
     if (folder / LOCK_NAME).is_file():
         _lock(folder).release()
     _check_free(config)
+    if config.resume:
+        pull(folder)
 
 
 def is_finished(config: JobOptions) -> bool:
@@ -135,7 +137,7 @@ def checkpoint_to_resume(output_dir: Path) -> Path | None:
         raise ValueError(
             f"--resume: {address(output_dir / CHECKPOINTS_NAME)} has no checkpoint that can be used, but that of step "
             f"{step} was written ({LAST_CHECKPOINT_NAME}{reason}). The run would begin at step 0 and replace what was "
-            "trained: put a checkpoint back, or begin anew in another --output_dir, or in this one after "
+            "trained: copy a checkpoint back into it, or begin anew in another --output_dir, or in this one after "
             f"{address(output_dir)} is moved or removed"
         )
     return newest
@@ -168,7 +170,8 @@ def _last_written(output_dir: Path) -> int:
 
 def check_place(folder: Path) -> None:
     """Raise OSError if the folder cannot be made or written. Does not make it."""
-    pull(folder, at_the_top=True)
+    if mirror_of(folder):
+        contents(folder)  # the bucket must be there
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:  # a name too long, or below a file
@@ -236,8 +239,8 @@ def _locked(folder: Path) -> Iterator[None]:
     finally:
         lock.release()
         if not _contents(folder):  # a refused run leaves no files
-            shutil.rmtree(folder, ignore_errors=True)
-            for path in created[1:]:
+            (folder / LOCK_NAME).unlink(missing_ok=True)
+            for path in created:
                 with contextlib.suppress(OSError):
                     path.rmdir()
 
@@ -245,7 +248,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _try_storage(folder: Path) -> None:
     """Append to a file, replace it, and rename a folder, as a run does. Raises OSError if the storage fails."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".storage-", dir=folder) as scratch:
+        with tempfile.TemporaryDirectory(prefix=PROBE, dir=folder) as scratch:
             log, subfolder = Path(scratch, "log"), Path(scratch, "made")
             append_line(log, "first")
             append_line(log, "second")
@@ -258,7 +261,7 @@ def _try_storage(folder: Path) -> None:
 
 def _try_conditions(folder: Path) -> None:
     """Check that the store refuses conditional writes of a wrong tag, which a lease needs. Raises OSError if not."""
-    (store, probe), url = bucket_of(folder / f".storage-{uuid.uuid4().hex}"), address(folder)
+    (store, probe), url = bucket_of(folder / f"{PROBE}{uuid.uuid4().hex}"), address(folder)
     try:
         tag = store.put(probe, b"1", tag="")
         for wrong in ("", tag):
@@ -294,8 +297,8 @@ def _lock(folder: Path) -> FileLock:
 
 def _unfit(folder: Path, error: Exception) -> OSError:
     return OSError(
-        f"--output_dir={folder}: its storage does not lock, append, replace and rename ({error}), as a mounted bucket "
-        "does not; choose a folder on a disk or a network file system"
+        f"--output_dir={folder}: its storage, perhaps a mounted bucket, cannot lock a file, append to it, replace it "
+        f"and rename a folder ({error}); choose a folder on a disk or a network file system"
     )
 
 
@@ -344,7 +347,8 @@ def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: in
 
 
 def _check_free(config: JobOptions) -> None:
-    if not _contents(config.folder) or config.resume:
+    names = _contents(config.folder)
+    if not names or config.resume:
         return
     presets = {Config: PRESETS, GrpoConfig: GRPO_PRESETS}.get(type(config))
     if presets and config.preset == "demo" and config.folder == Path(presets["demo"]["output_dir"]).absolute():
@@ -358,12 +362,13 @@ def _check_free(config: JobOptions) -> None:
                 )
     else:
         run = "--resume goes on with the run it holds; otherwise choose another"
-        remedy = run if (config.folder / CONFIG_NAME).is_file() else "it holds no run; choose another"
+        remedy = run if CONFIG_NAME in names else "it holds no run; choose another"
         raise FileExistsError(f"--output_dir={address(config.folder)} is not empty: {remedy}")
 
 
 def _contents(folder: Path) -> list[str]:
-    return [name for name in contents(folder) if name != LOCK_NAME]
+    # A process that was killed, or may not delete, leaves its probe of the storage.
+    return [name for name in contents(folder) if name != LOCK_NAME and not name.startswith(PROBE)]
 
 
 def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:

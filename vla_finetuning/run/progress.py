@@ -177,7 +177,7 @@ class _Follower:
             self._starts, self._starting = len(starts), True
             print_above_bar(
                 f"started      {starts[-1]['world_size']} training processes from step "
-                f"{starts[-1]['resumed_from_step']}: the model is made, the first batch is read"
+                f"{starts[-1]['resumed_from_step']}: building the model and reading the first batch"
             )
         metrics = [json.loads(text) for text in read_lines(output_dir / METRICS_NAME)]
         last_step = max((line["step"] for line in metrics), default=0)
