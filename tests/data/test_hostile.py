@@ -1,4 +1,4 @@
-"""Datasets made to hurt, and anything at all: read rightly, or refused with an error that names what is wrong."""
+"""Hostile and random datasets are read correctly, or refused by name within little time and memory."""
 
 import io
 import json
@@ -40,16 +40,18 @@ def read_all(root):
     return list(read_rows(source._context(), np.array([[0, sum(LENGTHS)]]), source._options(64)))
 
 
-# ---- videos --------------------------------------------------------------------------------------------------------
+def overwrite_box(root, box, offset, *values):
+    """Overwrite big-endian 32-bit values of a table of the first video (ISO/IEC 14496-12); return the file's name."""
+    file = load_metadata(root).video_files[TOP][0]
+    data = bytearray((root / file).read_bytes())
+    struct.pack_into(f">{len(values)}I", data, data.index(box.encode()) + offset, *values)
+    (root / file).write_bytes(bytes(data))
+    return file
 
 
 def test_mp4_with_more_declared_frames_than_bytes_is_refused(root):
     """FFmpeg would list 80 million of them, 2 GB, while it opens the file."""
-    file = load_metadata(root).video_files[TOP][0]
-    data = bytearray((root / file).read_bytes())
-    at = data.index(b"stsz") + 8
-    struct.pack_into(">II", data, at, 1, 80_000_000)
-    (root / file).write_bytes(bytes(data))
+    file = overwrite_box(root, "stsz", 8, 1, 80_000_000)
     with takes_at_most(50), pytest.raises(ValueError, match=rf"{file} .*claims 80,000,000 frames of 1 bytes .*copy"):
         read_all(root)
 
@@ -78,7 +80,7 @@ def h264_that_claims(width, height):
 
 @pytest.mark.parametrize(("width", "height"), [(100_000, 100_000), (16_000, 16_000)])
 def test_video_header_of_huge_size_is_refused(root, width, height):
-    """Refused by its header: nothing of that size is allocated, not by FFmpeg either when it looks what it is."""
+    """Refused by its header: neither this code nor FFmpeg's probing allocates a frame."""
     file = load_metadata(root).video_files[TOP][0]
     (root / file).write_bytes(h264_that_claims(width, height))
     refused = pytest.raises(
@@ -89,7 +91,7 @@ def test_video_header_of_huge_size_is_refused(root, width, height):
 
 
 def test_video_that_changes_to_huge_size_is_refused(root):
-    """Its first frames are as the metadata says; then comes a header of 16000x16000, 384 MB a frame."""
+    """Frames of the declared size are followed by a header of 16000x16000, 384 MB a frame."""
     file = load_metadata(root).video_files[TOP][0]
     with av.open(str(root / file), "w") as container:
         stream = container.add_stream("libx264", rate=10, options={"bf": "0", "x264-params": "threads=1"})
@@ -106,24 +108,16 @@ def test_video_that_changes_to_huge_size_is_refused(root):
 
 @pytest.mark.parametrize("box", ["stsz", "stts", "stco"])
 def test_mp4_table_with_huge_count_is_refused_or_ignored(original, root, box):
-    """A count of 2**32 - 1 in a table of the mp4 (ISO/IEC 14496-12, 8.6 and 8.7): an error, or the frames as before."""
-    file = load_metadata(root).video_files[TOP][0]
-    data = bytearray((root / file).read_bytes())
-    at = data.index(box.encode()) + 4 + 4 + (4 if box == "stsz" else 0)
-    struct.pack_into(">I", data, at, 2**32 - 1)
-    (root / file).write_bytes(bytes(data))
-    if box == "stco":  # FFmpeg takes the places that there are
+    file = overwrite_box(root, box, 12 if box == "stsz" else 8, 2**32 - 1)
+    if box == "stco":  # FFmpeg reads the offsets that exist
         assert read_all(root) == read_all(original)
     else:
         with pytest.raises(ValueError, match=f"{root}: {file} .*copy"):
             read_all(root)
 
 
-# ---- what unpacks to more than it seems ------------------------------------------------------------------------------
-
-
 def png_that_claims(width, height, rows=None):
-    """A PNG of one colour: it takes little more than a thousandth of its pixels' bytes. `rows`: how many are there."""
+    """A PNG of one colour, a thousandth of its pixels' size. `rows`: the rows that it really has."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -135,7 +129,7 @@ def png_that_claims(width, height, rows=None):
 
 
 def with_images(root, data, height, width):
-    """The dataset with one camera, whose images are all `data` and declared so large."""
+    """Replace the cameras by one whose images are all `data`, of the declared size; return its key."""
     still = "observation.images.still"
 
     def change(info):
@@ -152,7 +146,7 @@ def with_images(root, data, height, width):
 
 
 def test_dataset_look_downscales_large_images(root):
-    """Fifteen frames of 4K are 370 MB as they are decoded, and a thirtieth of that when they are shown."""
+    """Fifteen decoded frames of 4K would be 370 MB."""
     camera = with_images(root, png_that_claims(3840, 2160), 2160, 3840)
     meta = load_metadata(root)
     with takes_at_most(200):
@@ -162,7 +156,7 @@ def test_dataset_look_downscales_large_images(root):
 
 @pytest.mark.parametrize("side", [9_000, 14_000])
 def test_images_larger_than_declared_are_refused(root, side):
-    """Read from the header. 14 000 x 14 000 is more than PIL itself opens."""
+    """Refused by the header. 14 000 x 14 000 is more than PIL itself opens."""
     with_images(root, png_that_claims(side, side, rows=100), 48, 64)
     with (
         takes_at_most(100),
@@ -213,15 +207,46 @@ def test_oversized_rows_are_refused(root, features, accepted):
             load_metadata(root)
 
 
-@pytest.mark.parametrize("name", ["meta/info.json", "meta/stats.json"])
-def test_oversized_json_is_refused(root, name):
-    """Two bytes of text are eight in memory, three are seventy."""
+def write_huge_json(root, name):
     with open(root / name, "r+b") as file:
         file.truncate(2**31)
-    with (
-        takes_at_most(50),
-        pytest.raises(ValueError, match=rf"{name} has 2,048.0 MiB, more than the \d+ MiB that it may"),
-    ):
+
+
+def write_long_instruction(root, name):
+    texts = ["wave" * 2_000_000, "go"]
+    pq.write_table(pa.table({"task_index": range(2), "task": texts}), root / name)
+
+
+def write_huge_footer(root, name):
+    """Two GB that take no space on the disk."""
+    with open(root / name, "wb") as file:
+        file.write(b"PAR1")
+        file.truncate(2**31 + 4)
+        file.seek(0, os.SEEK_END)
+        file.write(struct.pack("<I4s", 2**31 - 8, b"PAR1"))
+
+
+def write_millions_of_tasks(root, name):
+    with pq.ParquetWriter(root / name, pa.schema({"task_index": pa.int64(), "task": pa.string()})) as file:
+        for first in range(0, 20_000_000, 2**20):
+            count = min(2**20, 20_000_000 - first)
+            file.write_table(pa.table({"task_index": np.zeros(count, np.int64), "task": pa.repeat("wave", count)}))
+    assert (root / name).stat().st_size < 500_000
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "message"),
+    [
+        (write_huge_json, "meta/info.json", r"has 2,048.0 MiB, more than the \d+ MiB that it may"),
+        (write_huge_json, "meta/stats.json", r"has 2,048.0 MiB, more than the \d+ MiB that it may"),
+        (write_long_instruction, "meta/tasks.parquet", "task 0 has 8,000,000 characters, more than the 20,000"),
+        (write_huge_footer, "meta/tasks.parquet", ".*footer of 2,048 MiB is larger than"),
+        (write_millions_of_tasks, "meta/tasks.parquet", ": its tasks need 229 MiB"),
+    ],
+)
+def test_oversized_metadata_is_refused(root, write, name, message):
+    write(root, name)
+    with takes_at_most(50), pytest.raises(ValueError, match=f"{name}.*{message}"):
         load_metadata(root)
 
 
@@ -235,44 +260,8 @@ def test_named_pipe_is_refused(root, name):
         read_regular(root, 1)
 
 
-def test_oversized_instruction_is_refused(root):
-    tasks = pq.read_table(root / "meta/tasks.parquet").to_pandas()
-    text = "wave" * 2_000_000
-    texts = [text, *(f"go {i}" for i in range(1, len(tasks)))]
-    pq.write_table(pa.table({"task_index": range(len(tasks)), "task": texts}), root / "meta/tasks.parquet")
-    with takes_at_most(50), pytest.raises(ValueError, match="task 0 has 8,000,000 characters, more than the 20,000"):
-        load_metadata(root)
-
-
-def test_oversized_parquet_footer_is_refused(root):
-    """Two GB that take no space on the disk."""
-    path = root / "meta/tasks.parquet"
-    with open(path, "wb") as file:
-        file.write(b"PAR1")
-        file.truncate(2**31 + 4)
-        file.seek(0, os.SEEK_END)
-        file.write(struct.pack("<I4s", 2**31 - 8, b"PAR1"))
-    with takes_at_most(50), pytest.raises(ValueError, match="meta/tasks.parquet .*footer of 2,048 MiB is larger than"):
-        load_metadata(root)
-
-
-def test_millions_of_tasks_are_refused(root):
-    with pq.ParquetWriter(
-        root / "meta/tasks.parquet", pa.schema({"task_index": pa.int64(), "task": pa.string()})
-    ) as file:
-        for first in range(0, 20_000_000, 2**20):
-            count = min(2**20, 20_000_000 - first)
-            file.write_table(pa.table({"task_index": np.zeros(count, np.int64), "task": pa.repeat("wave", count)}))
-    assert (root / "meta/tasks.parquet").stat().st_size < 500_000
-    with takes_at_most(50), pytest.raises(ValueError, match="tasks.parquet: its tasks need 229 MiB"):
-        load_metadata(root)
-
-
-# ---- links ---------------------------------------------------------------------------------------------------------
-
-
 def test_folder_links_to_parents_are_not_followed(root):
-    """Two of them in each folder: a search that followed them would not end."""
+    """A search that followed two links in each folder would not end."""
     for folder in ("meta/episodes", "meta/episodes/chunk-000", "data", "data/chunk-000", f"videos/{TOP}/chunk-000"):
         for name in ("again", "and-again"):
             (root / folder / name).symlink_to("..", target_is_directory=True)
@@ -292,7 +281,7 @@ def test_files_linking_to_themselves_are_refused(root, kind):
 
 
 def test_unpickling_arrow_type_is_read_as_storage(root):
-    """It is read as what it is stored as (and never run: `test_extension_types_are_not_deserialised`)."""
+    """That its code is not run: `test_extension_types_are_not_deserialised`."""
     file = load_metadata(root).data_files[0]
     before = pa.concat_tables(read_all(root))
     table = pq.read_table(root / file)
@@ -301,8 +290,6 @@ def test_unpickling_arrow_type_is_read_as_storage(root):
     pq.write_table(table.cast(table.schema.set(at, field)), root / file)
     assert pa.concat_tables(read_all(root)).equals(before)
 
-
-# ---- anything at all -----------------------------------------------------------------------------------------------
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -322,7 +309,7 @@ template_pieces = st.lists(
 
 @st.composite
 def mutations(draw):
-    """Where in info.json, and what instead; or templates."""
+    """A change of a value in a JSON file, or of a path template."""
     if draw(st.booleans()):
         return ("template", draw(st.sampled_from(["data_path", "video_path"])), draw(template_pieces))
     return (
@@ -356,12 +343,12 @@ def mutate(info, mutation):
 
 @pytest.fixture(scope="module")
 def mutable(original, tmp_path_factory):
-    """The metadata alone, to be overwritten again and again."""
+    """A folder with the metadata alone, which the examples overwrite."""
     return Path(shutil.copytree(original / "meta", tmp_path_factory.mktemp("mutable") / "d" / "meta")).parent
 
 
 def read_or_refused(root):
-    """A result inside the root, or an error of the two kinds that names the dataset."""
+    """Check that load_metadata gives files inside the root, or an error that names the dataset."""
     try:
         meta = load_metadata(root)
     except (ValueError, FileNotFoundError) as error:
@@ -374,7 +361,7 @@ def read_or_refused(root):
 
 
 def overwrite(original, mutable, name, content):
-    """Only `name` differs from the original."""
+    """Restore the original metadata, but for the file `name`."""
     for path in (original / "meta").rglob("*"):
         if path.is_file():
             shutil.copyfile(path, mutable / path.relative_to(original))
