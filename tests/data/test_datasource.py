@@ -1,4 +1,4 @@
-"""Rows against `LeRobotDataset`, through Ray Data, and what happens when files are not what they should be."""
+"""Rows against `LeRobotDataset`, in this process and through Ray Data."""
 
 import itertools
 import json
@@ -68,31 +68,13 @@ def lerobot(root, **options):
 
 
 def rewrite_data(root, change):
-    """Rewrite each data file's table, by its number."""
+    """Rewrite the table of each data file by `change(number, table)`."""
     for number, path in enumerate(sorted(root.glob("data/*/*.parquet"))):
         pq.write_table(change(number, pq.read_table(path)), path)
 
 
-def declare(root, features):
-    """Add to what meta/info.json says of features."""
-
-    def change(info):
-        for key, feature in features.items():
-            info["features"].setdefault(key, {}).update(feature)
-
-    edit_json(root / "meta/info.json", change)
-
-
-def retyped(table, types):
-    """A table with other types of some columns, as converters write it that do not use LeRobot's writer."""
-    columns = {
-        name: pa.array(table[name].to_pylist(), types.get(name, table[name].type)) for name in table.column_names
-    }
-    return pa.table(columns)
-
-
 def assert_same_row(row, item, meta):
-    """`row`: ours, numpy. `item`: LeRobot's, torch."""
+    """Compare our row (numpy) with LeRobot's item (torch)."""
     assert set(row) == set(item) | {"dataset_index"}
     for key, theirs in item.items():
         mine = row[key]
@@ -111,7 +93,7 @@ def assert_same_row(row, item, meta):
 
 
 def rows_of(dataset):
-    """Rows of a Ray dataset, checking on the way that tensors come out whole (not as objects)."""
+    """Yield the rows of a Ray dataset; check that tensors are no object arrays."""
     for batch in dataset.iter_batches(batch_size=None, batch_format="numpy"):
         for key, values in batch.items():
             assert values.dtype != object or key == "task" or isinstance(values[0], str), key
@@ -120,7 +102,7 @@ def rows_of(dataset):
 
 
 def without_ray(monkeypatch, **resources):
-    """Plan read tasks as on a cluster with these resources, which is not there."""
+    """Plan read tasks as on a cluster with these resources, without one."""
     monkeypatch.setattr("ray.put", lambda value: value)
     monkeypatch.setattr("ray.cluster_resources", lambda: resources)
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
@@ -128,7 +110,7 @@ def without_ray(monkeypatch, **resources):
 
 @pytest.fixture
 def rows_here(monkeypatch):
-    """Rows of `read_lerobot` by its read tasks, one after the other in this process."""
+    """Run the read tasks of `read_lerobot` one by one in this process."""
     without_ray(monkeypatch)
     monkeypatch.setattr(lerobot_datasource, "read_source", lambda source, **_: source)
 
@@ -142,17 +124,17 @@ def rows_here(monkeypatch):
 
 
 def assert_every_row(root, windows, rows_of):
-    """Rows, shuffled, are LeRobot's, each once."""
+    """Check that shuffled rows are LeRobot's, each once."""
     meta = load_metadata(root)
     if windows is not None:
         windows = {k: v for k, v in windows.items() if k in meta.features}
     reference = lerobot(root, delta_timestamps=windows)
-    seen = []
+    order = []
     for row in rows_of(root, delta_timestamps=windows, shuffle_seed=0, shuffle_window=16):
-        seen.append(int(row["index"]))
-        assert_same_row(row, reference[seen[-1]], meta)
-    assert sorted(seen) == list(range(len(reference)))
-    assert len(seen) < 6 or seen != sorted(seen)
+        order.append(int(row["index"]))
+        assert_same_row(row, reference[order[-1]], meta)
+    assert sorted(order) == list(range(len(reference)))
+    assert len(order) < 6 or order != sorted(order)
 
 
 @pytest.mark.parametrize("name", ["rollover", "images", "mixed", "single_frames", "mixed without windows"])
@@ -171,35 +153,31 @@ def test_each_row_is_read_once_at_any_parallelism(rows_here, roots, parallelism)
     assert Counter(int(r["index"]) for r in rows) == Counter(range(54))
 
 
-def test_episode_subset_equals_lerobots(rows_here, roots):
-    meta, chosen = load_metadata(roots["rollover"]), [1, 4, 3]
-    reference = lerobot(roots["rollover"], episodes=sorted(chosen), delta_timestamps=WINDOWS)
-    rows = list(rows_here(roots["rollover"], episodes=chosen, delta_timestamps=WINDOWS))
-    by_index = {int(reference[i]["index"]): reference[i] for i in range(len(reference))}
-    assert [int(r["index"]) for r in rows] == sorted(by_index)  # stored order without a seed
-    for row in rows:
-        assert_same_row(row, by_index[int(row["index"])], meta)
+def test_episode_subset_equals_lerobots_in_stored_order(rows_here, roots):
+    meta = load_metadata(roots["rollover"])
+    reference = lerobot(roots["rollover"], episodes=[1, 3, 4], delta_timestamps=WINDOWS)
+    rows = rows_here(roots["rollover"], episodes=[1, 4, 3], delta_timestamps=WINDOWS)
+    for row, item in zip(rows, reference, strict=True):
+        assert_same_row(row, item, meta)
 
 
 @pytest.mark.parametrize("weights", [None, (1, 2)], ids=["together", "mixture"])
 def test_rows_of_two_datasets_equal_lerobots(rows_here, roots, weights):
-    names = ["rollover", "second"]  # 54 and 12 rows
-    references = [lerobot(roots[n]) for n in names]
-    meta = load_metadata(roots["rollover"])
-    root = [roots[n] for n in names]
+    root = [roots[name] for name in ("rollover", "second")]  # 54 and 12 rows
+    references, meta = [lerobot(path) for path in root], load_metadata(roots["rollover"])
     if weights is not None:
         root = {str(path): weight for path, weight in zip(root, weights, strict=True)}
         with pytest.raises(ValueError, match="a mixture.* no stored order; give a shuffle seed"):
             read_lerobot(root)
     rows = list(rows_here(root, shuffle_seed=0, shuffle_window=16))
-    found = Counter((int(r["dataset_index"]), int(r["index"])) for r in rows)
+    counts = Counter((int(r["dataset_index"]), int(r["index"])) for r in rows)
     assert len(rows) == 66
     if weights is None:
-        assert found == Counter((d, i) for d, reference in enumerate(references) for i in range(len(reference)))
+        assert counts == Counter((d, i) for d, reference in enumerate(references) for i in range(len(reference)))
     else:
-        assert sum(n for (d, _), n in found.items() if d == 0) == 22
-        assert {n for (d, _), n in found.items() if d == 0} == {1}
-        assert [found[1, i] for i in range(12)].count(4) == 44 - 3 * 12  # 3 or 4 times each
+        first, second = ([n for (dataset, _), n in counts.items() if dataset == d] for d in (0, 1))
+        assert first == [1] * 22 and len(second) == 12
+        assert second.count(4) == 44 - 3 * 12  # 3 or 4 times each
     for row in rows:
         assert_same_row(row, references[int(row["dataset_index"])][int(row["index"])], meta)
 
@@ -221,7 +199,7 @@ def test_row_order_is_preserved_if_tasks_finish_out_of_order(ray_cluster, roots)
 
 @pytest.mark.ray
 def test_stream_order_is_preserved_over_executions(ray_cluster, roots):
-    """Blocks come whole and in the plan's order, dealt to two consumers in turn, over several executions."""
+    """Two consumers get whole blocks of the plan in turn, over several executions."""
     import ray
 
     from lerobot_datasource import read_source
@@ -270,33 +248,30 @@ def read_directly(source, columns=None, limit=None):
 @pytest.fixture
 def decoded(monkeypatch):
     """Counts frames decoded, by camera."""
-    counts = Counter()
-    original = lerobot_decode.VideoReader.__exit__
+    counts, close = Counter(), lerobot_decode.VideoReader.__exit__
 
     def count(self, *exception):
         counts[TOP if TOP in self.name else WRIST] += self.frames_decoded
-        return original(self, *exception)
+        return close(self, *exception)
 
     monkeypatch.setattr(lerobot_decode.VideoReader, "__exit__", count)
     return counts
 
 
-def test_only_selected_rows_and_cameras_are_decoded(roots, decoded):
-    meta = load_metadata(roots["rollover"])
-    read_directly(datasource([meta]))
-    assert decoded[TOP] >= 54 and decoded[WRIST] >= 54
-    whole = decoded[TOP]
-    decoded.clear()
-    read_directly(datasource([meta], camera_keys=[WRIST]))
-    assert decoded[TOP] == 0 and decoded[WRIST] >= 54
-    decoded.clear()
-    read_directly(datasource([meta]), columns=("action", "index"))
-    assert not decoded
-    read_directly(datasource([meta], episodes=[[1]]))
-    assert 7 <= decoded[TOP] <= 10
-    decoded.clear()
-    read_directly(datasource([meta]), limit=5)
-    assert 5 <= decoded[TOP] <= 8 < whole
+@pytest.mark.parametrize(
+    ("options", "read_options", "top", "wrist"),
+    [
+        ({}, {}, range(54, 200), range(54, 200)),
+        ({"camera_keys": [WRIST]}, {}, [0], range(54, 200)),
+        ({}, {"columns": ("action", "index")}, [0], [0]),
+        ({"episodes": [[1]]}, {}, range(7, 11), range(7, 11)),
+        ({}, {"limit": 5}, range(5, 9), range(5, 9)),
+    ],
+    ids=["all", "camera", "columns", "episode", "limit"],
+)
+def test_only_selected_rows_and_cameras_are_decoded(roots, decoded, options, read_options, top, wrist):
+    read_directly(datasource([load_metadata(roots["rollover"])], **options), **read_options)
+    assert decoded[TOP] in top and decoded[WRIST] in wrist
 
 
 def test_segments_cut_at_key_frames_decode_fewer_frames(roots, decoded, monkeypatch):
@@ -347,21 +322,15 @@ def test_projection_sets_column_order(roots):
     source = datasource([load_metadata(roots["rollover"])])
     selected = source.apply_projection({"task": "task", "action": "action"})
     assert read_directly(selected)[0].column_names == ["task", "action"]
-    again = selected.apply_projection({"action": "action", "task": "task"})  # as `select_columns` after a limit
-    assert read_directly(again)[0].column_names == ["action", "task"]
+    reselected = selected.apply_projection({"action": "action", "task": "task"})  # as `select_columns` after a limit
+    assert read_directly(reselected)[0].column_names == ["action", "task"]
 
 
 def test_read_options_are_passed_to_ray(roots, monkeypatch):
-    given = {}
-    monkeypatch.setattr(lerobot_datasource, "read_source", lambda source, **options: given.update(options))
-    options = {
-        "label_selector": {"kind": "cpu"},
-        "memory": 2**20,
-        "concurrency": 1,
-        "ray_remote_args": {"max_retries": 1},
-    }
-    read_lerobot(roots["rollover"], **options)
-    assert given == options
+    options = {"label_selector": {"kind": "cpu"}, "memory": 2**20, "concurrency": 1}
+    options["ray_remote_args"] = {"max_retries": 1}
+    monkeypatch.setattr(lerobot_datasource, "read_source", lambda source, **passed: passed)
+    assert read_lerobot(roots["rollover"], **options) == options
 
 
 @pytest.mark.ray
@@ -421,8 +390,12 @@ def test_datasets_of_float64_and_float32_are_mixed(roots, tmp_path, padded):
     """float64 becomes float32 in a row, as in LeRobot's."""
     root = shutil.copytree(roots["second"], tmp_path / "wider")
     wider = {"observation.state": pa.list_(pa.float64()), "action": pa.list_(pa.float64()), "timestamp": pa.float64()}
-    declare(root, dict.fromkeys(wider, {"dtype": "float64"}))
-    rewrite_data(root, lambda number, table: retyped(table, wider))
+    edit_json(root / "meta/info.json", lambda info: [info["features"][key].update(dtype="float64") for key in wider])
+
+    def widen(_, table):
+        return table.cast(pa.schema([pa.field(f.name, wider.get(f.name, f.type)) for f in table.schema]))
+
+    rewrite_data(root, widen)
     metas, items = [load_metadata(roots["rollover"]), load_metadata(root)], [lerobot(roots["rollover"]), lerobot(root)]
     source = datasource(metas, camera_keys=[], padded=padded)
     (rows,) = source.read_rows([0, 54, 65], 3)
@@ -431,7 +404,6 @@ def test_datasets_of_float64_and_float32_are_mixed(roots, tmp_path, padded):
             theirs = items[dataset_index][index][key].numpy()
             assert rows[key].dtype == theirs.dtype == np.float32
             np.testing.assert_array_equal(rows[key][i], theirs)
-    # What is called otherwise is still found.
     features = {key: feature for key, feature in metas[1].features.items() if key != "observation.state"}
     features["state"] = replace(metas[1].features["observation.state"], key="state")
     renamed = replace(metas[1], features=features)
@@ -445,11 +417,11 @@ SHARES = {"all": [None], "shares": [BlockShare(0, 1, 3), BlockShare(1, 3, 3)]}
 @pytest.mark.parametrize("shares", SHARES)
 @pytest.mark.parametrize(("window", "first"), [(16, 0), (40, 6), (512, 0)])
 def test_stream_shares_cover_the_stream(roots, monkeypatch, window, first, shares):
-    """Executions of a share each: whole blocks, those of its ranks in turn, with the rows that are at their places."""
+    """Each execution reads the expected_rows blocks of its ranks in turn, with the rows of their positions."""
     without_ray(monkeypatch, CPU=1, object_store_memory=1e9)
     ranks, block = 3, 2
-    # The last turn of shares is not a whole one.
-    blocks, dealt_blocks = {"all": (216, 216), "shares": (215, 213)}[shares]
+    # The last turn of shares is not a expected_rows one.
+    blocks, share_blocks = {"all": (216, 216), "shares": (215, 213)}[shares]
     last = first + blocks * block
     source = datasource(
         [load_metadata(roots["rollover"])],
@@ -461,13 +433,13 @@ def test_stream_shares_cover_the_stream(roots, monkeypatch, window, first, share
         rows_multiple=ranks * block,
     )
     source._rows_per_execution = 24 * ranks * block
-    (whole,) = source.read_rows(range(last), last)
-    found, reads = {rank: [] for rank in range(ranks)}, []
+    (expected_rows,) = source.read_rows(range(last), last)
+    read_positions, reads = {rank: [] for rank in range(ranks)}, []
     for share in SHARES[shares]:
         context = DataContext()
         context.set_config(SHARE, share)
         for context._execution_idx in range(3):
-            dealt = itertools.cycle(range(ranks) if share is None else range(share.first, share.last))
+            turns = itertools.cycle(range(ranks) if share is None else range(share.first, share.last))
             tasks = source.get_read_tasks(1, data_context=context)
             for task in tasks:
                 reads.append([np.diff(read).sum() for read in task.read_fn.reads])
@@ -478,24 +450,24 @@ def test_stream_shares_cover_the_stream(roots, monkeypatch, window, first, share
                     position, index, frames = (
                         lerobot_rows.column_to_numpy(table.column(key)) for key in ("position", "index", WRIST)
                     )
-                    np.testing.assert_array_equal(index, whole["index"][position])
-                    np.testing.assert_array_equal(frames, whole[WRIST][position])
-                    found[next(dealt)] += position.tolist()
+                    np.testing.assert_array_equal(index, expected_rows["index"][position])
+                    np.testing.assert_array_equal(frames, expected_rows[WRIST][position])
+                    read_positions[next(turns)] += position.tolist()
     assert max(map(len, reads)) > 1 or window > 16  # several windows to a task
-    # As one execution deals them: block by block, rank by rank.
-    expected = np.arange(first, first + dealt_blocks * block).reshape(-1, ranks, block)
-    assert found == {rank: expected[:, rank].ravel().tolist() for rank in range(ranks)}
+    # One execution assigns block by block, rank by rank.
+    expected = np.arange(first, first + share_blocks * block).reshape(-1, ranks, block)
+    assert read_positions == {rank: expected[:, rank].ravel().tolist() for rank in range(ranks)}
 
 
 @pytest.mark.parametrize("size", [(720, 1280), (2160, 3840)])
 def test_block_and_window_bytes_are_bounded(roots, size):
-    """Not in rows: cameras of 720p must not blow up the object store."""
+    """Cameras of 720p must not fill the object store."""
     meta = load_metadata(roots["rollover"])
     features = {k: replace(f, shape=(*size, 3)) if k in meta.camera_keys else f for k, f in meta.features.items()}
     source = datasource([replace(meta, features=features)], shuffle_seed=0)
     assert source.row_bytes() > 2 * size[0] * size[1] * 3
     assert source.row_bytes() <= source.block_rows * source.row_bytes() <= max(32 * 2**20, source.row_bytes())
-    # But for the rows that a window needs to mix at all.
+    # Windows are larger only to have enough rows to mix.
     assert source.plan.window_rows * source.row_bytes() <= max(192 * 2**20, 32 * source.row_bytes())
     assert source.plan.window_rows % source.block_rows == 0
     assert source.plan.window_rows / source.plan.segment_rows >= 32
@@ -513,7 +485,7 @@ def test_reads_per_task_depend_on_cluster_resources():
 
 
 def grown(meta, episodes, rows=300):
-    """The metadata of a dataset of many more episodes, with the same files."""
+    """Return the metadata of a dataset of many more episodes, with the same files."""
     columns = {"episode_data_file", "episode_data_row", "episode_video_file", "episode_video_start_s"}
     values = {name: getattr(meta, name) for name in columns}
     return replace(
@@ -550,20 +522,20 @@ def test_serialized_read_tasks_are_small(roots, monkeypatch, episodes, seed, str
     assert len(source.get_read_tasks(1)) == len(tasks) <= 4096 + 1
     assert sum(task.metadata.num_rows for task in tasks) == np.diff(source.execution(0))
     (context,) = {id(task.read_fn.context): task.read_fn.context for task in tasks}.values()
-    # What a node holds once: the places of episodes.
+    # A node holds the places of the episodes once.
     arrays = []
     shipped = pickle.dumps(context, protocol=5, buffer_callback=arrays.append)
     assert len(shipped) + sum(array.raw().nbytes for array in arrays) < 200 * episodes
     for task in tasks:
         task.read_fn.context = None
     assert sum(len(cloudpickle.dumps(task.read_fn)) for task in tasks) < 20e6
-    # Each task finds its own rows: here the 17th's.
+    # The 17th task finds its own rows.
     plan = pickle.loads(shipped, buffers=arrays).plan
-    here = np.concatenate(tasks[16].read_fn.reads[:3])
-    found = [index for window in plan.slices_of(here) for index in window.rows()[1]]
-    first, last = int(here[0, 0]), int(here[-1, 1])
+    runs = np.concatenate(tasks[16].read_fn.reads[:3])
+    rows_read = [index for window in plan.slices_of(runs) for index in window.rows()[1]]
+    first, last = int(runs[0, 0]), int(runs[-1, 1])
     assert first == sum(task.metadata.num_rows for task in tasks[:16])
-    assert found == [index for s in source.plan.slices(first, last) for index in s.rows()[1]]
+    assert rows_read == [index for s in source.plan.slices(first, last) for index in s.rows()[1]]
 
 
 @pytest.mark.ray
@@ -584,7 +556,7 @@ def test_language_columns_are_read_as_json(roots, tmp_path):
     from lerobot.datasets.language_render import active_at
 
     root = shutil.copytree(roots["rollover"], tmp_path / "annotated")
-    declare(root, language_feature_info())
+    edit_json(root / "meta/info.json", lambda info: info["features"].update(language_feature_info()))
     say = {"type": "function", "function": {"name": "say", "arguments": {"text": "here"}}}
     event = {"role": "user", "content": "what is it?", "style": "vqa", "camera": TOP, "tool_calls": None}
     lasting = {**event, "style": "plan", "camera": None, "timestamp": 0.5}
@@ -620,7 +592,8 @@ def test_subtasks_are_read_as_texts(roots, tmp_path):
     """The table that LeRobot wrote until 0.5: texts as pandas' index."""
     root = shutil.copytree(roots["rollover"], tmp_path / "d")
     add_subtasks(root, lambda index: index % 4 - 1, ["reach", "lift it"])
-    declare(root, {"note": {"dtype": "string", "shape": [1], "names": None}})
+    note = {"dtype": "string", "shape": [1], "names": None}
+    edit_json(root / "meta/info.json", lambda info: info["features"].update(note=note))
     rewrite_data(
         root,
         lambda number, table: table.append_column("note", pa.array(["so it is"] * len(table), pa.large_string())),
@@ -635,54 +608,58 @@ def test_subtasks_are_read_as_texts(roots, tmp_path):
     assert "subtask" not in meta.features and "meta/subtasks.parquet is missing" in meta.not_read[0]
 
 
-def test_invalid_arguments_are_refused(roots, rows_here):
-    meta, second = load_metadata(roots["rollover"]), load_metadata(roots["images"])
-    with pytest.raises(ValueError, match="no cameras.*observation.images.nope"):
-        datasource([meta], camera_keys=["observation.images.nope"])
-    with pytest.raises(ValueError, match="names 'nope'; the columns are"):
-        datasource([meta], delta_timestamps={"nope": [0.0]})
-    for off in (0.05, math.nan):
-        with pytest.raises(ValueError, match="multiples of 1/10 s"):
-            datasource([meta], delta_timestamps={"action": [0.0, off]})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"camera_keys": ["observation.images.nope"]}, "no cameras.*observation.images.nope"),
+        ({"delta_timestamps": {"nope": [0.0]}}, "names 'nope'; the columns are"),
+        ({"delta_timestamps": {"action": [0.0, 0.05]}}, "multiples of 1/10 s"),
+        ({"delta_timestamps": {"action": [0.0, math.nan]}}, "multiples of 1/10 s"),
+        *(({"image_size": size}, r"expected \(height, width\)") for size in ((224,), (0, 224), (22.5, 224))),
+        ({"episodes": {"elsewhere": [0]}}, "episodes names .* not among the datasets"),
+        ({"camera_keys": TOP}, "camera_keys.*: expected a list"),
+        ({"on_error": "Skip"}, "on_error='Skip'"),
+        ({"override_num_blocks": 0}, "override_num_blocks=0"),
+        ({"window_segments": 0}, "window_segments=0: expected a whole number, at least 1"),
+        ({"shuffle_window": -5}, "shuffle_window=-5: expected a whole number, at least 1"),
+        ({"shuffle_seed": -1}, "shuffle_seed=-1: expected a whole number, at least 0"),
+        *(({"tolerance_s": t}, "tolerance_s=.*: expected a positive number") for t in (0, math.nan, "x", True)),
+        *(({"frame_cache_gb": gb}, "frame_cache_gb=.*: expected a positive number") for gb in (-1, math.inf, None)),
+    ],
+)
+def test_invalid_arguments_are_refused(rows_here, roots, options, message):
+    with pytest.raises(ValueError, match=message):
+        read_lerobot(roots["rollover"], **options)
+
+
+@pytest.mark.parametrize("root", [[], (), {}])
+def test_empty_root_is_refused(root):
+    with pytest.raises(ValueError, match="read_lerobot: root is empty"):
+        read_lerobot(root)
+
+
+def test_datasets_of_different_features_share_columns(roots):
+    metas = [load_metadata(roots[name]) for name in ("rollover", "images")]
     with pytest.raises(ValueError, match="differ in"):
-        datasource([meta, second])
+        datasource(metas)
     shared = ["action", "observation.state"]
-    assert not set(datasource([meta, second], camera_keys=[], columns=shared).columns()) - {
-        *shared, *BOOKKEEPING, "task", "dataset_index"
-    }  # fmt: skip
-    for size in ((224,), (0, 224), (22.5, 224)):
-        with pytest.raises(ValueError, match=r"expected \(height, width\)"):
-            datasource([meta], image_size=size)
-    for root in ([], (), {}):
-        with pytest.raises(ValueError, match="read_lerobot: root is empty"):
-            read_lerobot(root)
-    for name, values, expected in (
-        ("episodes", [{"elsewhere": [0]}], " names .* not among the datasets"),
-        ("camera_keys", [TOP], ".*: expected a list"),
-        ("on_error", ["Skip"], "='Skip'"),
-        ("override_num_blocks", [0], "=0"),
-        ("window_segments", [0], "=0: expected a whole number, at least 1"),
-        ("shuffle_window", [-5], "=-5: expected a whole number, at least 1"),
-        ("shuffle_seed", [-1], "=-1: expected a whole number, at least 0"),
-        ("tolerance_s", [0, math.nan, "x", True], "=.*: expected a positive number"),
-        ("frame_cache_gb", [-1, math.inf, None], "=.*: expected a positive number"),
-    ):
-        for value in values:
-            with pytest.raises(ValueError, match=name + expected):
-                read_lerobot(roots["rollover"], **{name: value})
+    columns = datasource(metas, camera_keys=[], columns=shared).columns()
+    assert set(columns) <= {*shared, *BOOKKEEPING, "task", "dataset_index"}
+
+
+def test_frame_cache_folder_is_expanded(roots, rows_here):
     source = read_lerobot(roots["rollover"], frame_cache="~/frames")
     assert source._reading.frame_cache.folder == os.path.expanduser("~/frames")
 
 
-@pytest.mark.parametrize("cpus, threads", [(0.5, 1), (3, 3)])
+@pytest.mark.parametrize(("cpus", "threads"), [(0.5, 1), (3, 3)])
 def test_decoder_threads_equal_task_cpus(roots, monkeypatch, cpus, threads):
-    found = set()
-    original = lerobot_decode.VideoReader.__exit__
+    counts, close = set(), lerobot_decode.VideoReader.__exit__
 
     def note(self, *exception):
-        found.add(self._stream.codec_context.thread_count)
-        return original(self, *exception)
+        counts.add(self._stream.codec_context.thread_count)
+        return close(self, *exception)
 
     monkeypatch.setattr(lerobot_decode.VideoReader, "__exit__", note)
     next(datasource([load_metadata(roots["rollover"])], num_cpus=cpus).read_rows([0], 1))
-    assert found == {threads}
+    assert counts == {threads}
