@@ -1,4 +1,4 @@
-"""The plan against an exhaustive oracle: every row of every epoch once, whatever the cuts."""
+"""Plans against an exhaustive oracle: each epoch has each row once, weights and mixtures have their shares."""
 
 import hashlib
 import pickle
@@ -25,13 +25,12 @@ def together(*datasets: Episodes) -> Episodes:
 
 
 def read(plan: StreamPlan, first: int, last: int) -> list[tuple[int, int, int]]:
-    """(epoch, dataset, index) of stream positions [first, last)."""
+    """Return (epoch, dataset, index) of stream positions [first, last)."""
     rows = []
     for s in plan.slices(first, last):
         part, index = s.rows()
-        rows += [
-            (s.epoch, int(plan.episodes.dataset_index[s.episode[p]]), int(i)) for p, i in zip(part, index, strict=True)
-        ]
+        datasets = plan.episodes.dataset_index[s.episode[part]].tolist()
+        rows += [(s.epoch, dataset, i) for dataset, i in zip(datasets, index.tolist(), strict=True)]
     return rows
 
 
@@ -41,29 +40,33 @@ def part_segments(request, monkeypatch):
     return request.param
 
 
+def assert_each_row_once(plan):
+    n = plan.rows_per_epoch
+    rows = read(plan, 0, 3 * n)
+    for epoch in range(3):
+        epochs, _, index = zip(*rows[epoch * n : (epoch + 1) * n], strict=True)
+        assert set(epochs) == {epoch} and sorted(index) == list(range(n))
+    return rows
+
+
 @pytest.mark.parametrize("lengths", [(5, 1, 7, 30), (1,), (1,) * 9, (64, 64), (3, 200)])
 @pytest.mark.parametrize(
     ("segment", "window", "later", "cut_at"),
     [(4, 8, None, 1), (4, 8, None, 2), (1, 1, None, 2), (32, 16, 1, 8), (7, 1000, None, 1)],
 )
 def test_each_epoch_has_each_row_once(lengths, segment, window, later, cut_at, part_segments):
-    plan = StreamPlan(
-        episodes(*lengths), seed=3, segment_rows=segment, window_rows=window, cut_at=cut_at, later_segment_rows=later
-    )
-    n = plan.rows_per_epoch
-    rows = read(plan, 0, 3 * n)
-    for epoch in range(3):
-        mine = rows[epoch * n : (epoch + 1) * n]
-        assert {e for e, _, _ in mine} == {epoch}
-        assert sorted(i for _, _, i in mine) == list(range(n))
+    options = {"segment_rows": segment, "window_rows": window, "cut_at": cut_at, "later_segment_rows": later}
+    plan = StreamPlan(episodes(*lengths), seed=3, **options)
+    assert plan.rows_per_epoch == sum(lengths)
+    assert_each_row_once(plan)
 
 
 @pytest.mark.parametrize(("cut", "later"), [(1, None), (3, None), (8, 1), (11, None), (50, 1)])
 def test_reading_resumes_at_any_position(cut, later, part_segments):
     plan = StreamPlan(episodes(5, 1, 7, 30), seed=3, segment_rows=4, window_rows=10, later_segment_rows=later)
-    whole = read(plan, 0, 2 * plan.rows_per_epoch)
-    pieces = [row for a in range(0, len(whole), cut) for row in read(plan, a, min(a + cut, len(whole)))]
-    assert pieces == whole
+    expected = read(plan, 0, 2 * plan.rows_per_epoch)
+    pieces = [row for a in range(0, len(expected), cut) for row in read(plan, a, min(a + cut, len(expected)))]
+    assert pieces == expected
 
 
 def test_row_order_is_stable_across_versions():
@@ -77,65 +80,58 @@ def test_row_order_is_stable_across_versions():
 
 def test_segments_are_cut_at_key_frames(part_segments):
     lengths = (5, 1, 7, 30, 200)
-    plan = StreamPlan(episodes(*lengths), seed=3, segment_rows=8, window_rows=10**6, cut_at=4)
+
+    def plan(cut_at, segment=8, seed=3, window=64):
+        options = {"segment_rows": segment, "window_rows": window, "cut_at": cut_at}
+        return StreamPlan(episodes(*lengths), seed=seed, **options)
+
+    cut = plan(4, window=10**6)
     begins = np.cumsum(lengths) - lengths
-    found = set()
-    for epoch in range(8):
-        first = epoch * plan.rows_per_epoch
-        for window in plan.slices(first, first + plan.rows_per_epoch):
-            offset = window.start - begins[window.episode]
-            assert not (offset % 4).any()
-            found |= {*offset.tolist()}
-    assert found > {0, 4, 8, 196}  # other places in other epochs
-    # A run that was cut otherwise is refused; segments that are no multiple, or single rows, are cut anywhere.
-    as_ever = StreamPlan(episodes(*lengths), seed=3, segment_rows=8, window_rows=10**6).identity()
-    assert plan.identity() == {**as_ever, "cut_at": 4}
+    offsets = set()
+    for window in cut.slices(0, 8 * cut.rows_per_epoch):
+        offsets |= {*(window.start - begins[window.episode]).tolist()}
+    assert not any(offset % 4 for offset in offsets)
+    assert offsets > {0, 4, 8, 196}  # other places in other epochs
+    # Another cut is another identity, unless segments are single rows or no multiple of it.
+    assert plan(4).identity() == {**plan(1).identity(), "cut_at": 4}
     for segment, seed in ((7, 3), (1, 3), (8, None)):
-        plans = [
-            StreamPlan(episodes(*lengths), seed=seed, segment_rows=segment, window_rows=64, cut_at=n) for n in (1, 4)
-        ]
-        assert plans[0].identity() == plans[1].identity()
+        assert plan(1, segment, seed).identity() == plan(4, segment, seed).identity()
 
 
 def test_epoch_parts_sample_every_episode(monkeypatch):
     lengths = [100] * 50 + [8] * 50
-    whole = StreamPlan(episodes(*lengths), seed=0, segment_rows=4, window_rows=40).identity()
+    undivided = StreamPlan(episodes(*lengths), seed=0, segment_rows=4, window_rows=40).identity()
     monkeypatch.setattr(data_plan, "PART_SEGMENTS", 200)
     plan = StreamPlan(episodes(*lengths), seed=0, segment_rows=4, window_rows=40)
     parts = plan._sources[0].parts_of_epoch
-    assert parts == 8 and plan.identity() == {**whole, "parts_of_epoch": [8]}
+    assert parts == 8 and plan.identity() == {**undivided, "parts_of_epoch": [8]}
     for epoch in range(2):
         bounds = plan._sources[0]._part_bounds(epoch) + epoch * plan.rows_per_epoch
         assert np.diff(bounds).max() < 1.1 * plan.rows_per_epoch / parts
         for first, last in zip(bounds, bounds[1:], strict=False):
-            found = Counter(int(s.episode[p]) for s in plan.slices(first, last) for p in s.rows()[0])
-            assert set(range(50)) <= found.keys()
-            assert max(found[e] for e in range(50)) <= 4 * (25 // parts + 2)
-            assert sum(found[e] for e in range(50, 100)) == pytest.approx(50, abs=45)
-
-
-def plan_within(folder, stages, cpu_s, mb):
-    """Plan the datasets of a folder, in so many seconds and megabytes."""
-    for stage in stages:
-        found = measure(stage, folder)
-        # Arrow parses one footer of LeRobot's layout into 200 MB.
-        most_mb = 2 * mb if stage == "metadata" else mb
-        assert found["cpu_s"] < cpu_s and found["peak_mb"] < most_mb, (stage, found)
+            counts = Counter(int(s.episode[p]) for s in plan.slices(first, last) for p in s.rows()[0])
+            assert set(range(50)) <= counts.keys()
+            assert max(counts[e] for e in range(50)) <= 4 * (25 // parts + 2)
+            assert sum(counts[e] for e in range(50, 100)) == pytest.approx(50, abs=45)
 
 
 @pytest.mark.parametrize(
-    ("number", "cpu_s", "mb"), [(2000, 8, 100), pytest.param(100_000, 25, 250, marks=pytest.mark.slow)]
+    ("sizes", "stages", "cpu_s", "mb"),
+    [
+        ([2000], STAGES, 8, 100),
+        pytest.param([100_000], STAGES, 25, 250, marks=pytest.mark.slow),
+        ([100] * 6, ("metadata", "plan", "coordinator"), 8, 100),
+    ],
 )
-def test_large_dataset_is_planned_within_time_and_memory(tmp_path, number, cpu_s, mb):
+def test_large_datasets_are_planned_within_time_and_memory(tmp_path, sizes, stages, cpu_s, mb):
     """Of 100 000 episodes the shortest segments are cut, 15 million in an epoch."""
-    make(tmp_path / "dataset", number)
-    plan_within(tmp_path, STAGES, cpu_s, mb)
-
-
-def test_mixture_of_many_datasets_is_planned_within_time(tmp_path):
-    for number in range(6):
-        make(tmp_path / f"dataset-{number:02d}", 100, number)
-    plan_within(tmp_path, ("metadata", "plan", "coordinator"), 8, 100)
+    for number, size in enumerate(sizes):
+        make(tmp_path / f"dataset-{number:02d}", size, number)
+    for stage in stages:
+        costs = measure(stage, tmp_path)
+        # Arrow parses one footer of LeRobot's layout into 200 MB.
+        max_mb = 2 * mb if stage == "metadata" else mb
+        assert costs["cpu_s"] < cpu_s and costs["peak_mb"] < max_mb, (stage, costs)
 
 
 def test_mixture_members_share_segment_budget(monkeypatch):
@@ -143,14 +139,14 @@ def test_mixture_members_share_segment_budget(monkeypatch):
         parts = [episodes(*[100] * 20, dataset=d) for d in range(3)] + [episodes(9, 14, dataset=3)]
         return StreamPlan(together(*parts), seed=0, segment_rows=4, window_rows=1, weights=[1, 2, 1, 0.02])
 
-    whole = mixture().identity()
-    assert whole["parts_of_epoch"] == [1, 1, 1, 1]
+    undivided = mixture().identity()
+    assert undivided["parts_of_epoch"] == [1, 1, 1, 1]
     # 520 segments in each of the large datasets, 7 in the small one.
     monkeypatch.setattr(data_plan, "PART_SEGMENTS", 3 * 520 + 7)
-    assert mixture().identity() == whole
+    assert mixture().identity() == undivided
     monkeypatch.setattr(data_plan, "PART_SEGMENTS", 600)
     plan = mixture()
-    assert plan.identity() == whole | {"parts_of_epoch": [3, 3, 3, 1]}
+    assert plan.identity() == undivided | {"parts_of_epoch": [3, 3, 3, 1]}
     rows = read(plan, 0, 2 * plan.rows_per_epoch)
     for dataset, size in enumerate((2000, 2000, 2000, 23)):
         index = [i for _, d, i in rows if d == dataset]
@@ -167,16 +163,16 @@ def test_fair_share():
 def test_single_row_segments_shuffle_later_epochs_globally():
     eps = episodes(*[100] * 50)
     plan = StreamPlan(eps, seed=0, segment_rows=10, window_rows=100, later_segment_rows=1)
-    as_ever = StreamPlan(eps, seed=0, segment_rows=10, window_rows=100)
-    assert read(plan, 0, 5000) == read(as_ever, 0, 5000)
+    segmented = StreamPlan(eps, seed=0, segment_rows=10, window_rows=100)
+    assert read(plan, 0, 5000) == read(segmented, 0, 5000)
     for epoch in (1, 2):
         index = np.array([i for _, _, i in read(plan, epoch * 5000, (epoch + 1) * 5000)])
-        # Of a window, as many episodes as of 100 rows drawn from all.
-        found = np.mean([len(np.unique(window // 100)) for window in index.reshape(50, 100)])
-        assert found == pytest.approx(50 * (1 - (1 - 1 / 50) ** 100), abs=0.8)
+        # A window has as many episodes as 100 rows drawn from all.
+        episodes_per_window = np.mean([len(np.unique(window // 100)) for window in index.reshape(50, 100)])
+        assert episodes_per_window == pytest.approx(50 * (1 - (1 - 1 / 50) ** 100), abs=0.8)
         # And no row follows its neighbour more often than by chance.
         assert (np.diff(index) == 1).sum() < 8
-    assert plan.identity() == as_ever.identity() | {"later_epochs": {"segment_rows": 1, "parts_of_epoch": [1]}}
+    assert plan.identity() == segmented.identity() | {"later_epochs": {"segment_rows": 1, "parts_of_epoch": [1]}}
 
 
 def test_window_mixes_episodes_in_contiguous_runs():
@@ -208,34 +204,36 @@ def test_evenly_spaced():
     assert evenly_spaced(0, 3).tolist() == [] and evenly_spaced(0, 3).dtype == np.int64
 
 
-def test_invalid_arguments_are_refused():
-    with pytest.raises(ValueError, match="no episodes"):
-        StreamPlan(episodes(), seed=0, segment_rows=4, window_rows=8)
-    for segment, window in ((0, 1), (1, 0)):
-        with pytest.raises(ValueError, match="must be positive"):
-            StreamPlan(episodes(3), seed=0, segment_rows=segment, window_rows=window)
-    for unordered in ({"weights": [1]}, {"episode_weights": np.ones(1)}, {"later_segment_rows": 1}):
-        with pytest.raises(ValueError, match="no stored order; give a shuffle seed"):
-            StreamPlan(episodes(3), seed=None, segment_rows=1, window_rows=8, **unordered)
-    with pytest.raises(ValueError, match="2 weights for 1 datasets"):
-        StreamPlan(episodes(3), seed=0, segment_rows=1, window_rows=8, weights=[1, 1])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"episodes": episodes()}, "no episodes"),
+        ({"segment_rows": 0}, "must be positive"),
+        ({"window_rows": 0}, "must be positive"),
+        ({"seed": None, "weights": [1]}, "no stored order; give a shuffle seed"),
+        ({"seed": None, "episode_weights": np.ones(1)}, "no stored order; give a shuffle seed"),
+        ({"seed": None, "later_segment_rows": 1}, "no stored order; give a shuffle seed"),
+        ({"weights": [1, 1]}, "2 weights for 1 datasets"),
+    ],
+)
+def test_invalid_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        StreamPlan(**{"episodes": episodes(3), "seed": 0, "segment_rows": 1, "window_rows": 8, **options})
 
 
-@pytest.mark.parametrize("asked", [1, 16, 4096])
+@pytest.mark.parametrize("wanted_rows", [1, 16, 4096])
 @pytest.mark.parametrize("fitting", [0, 33, 288, 10**6])
-def test_window_and_segment_sizes(asked, fitting):
-    window, segment = window_and_segment(asked, fitting, 16, 32)
-    assert -(-window // segment) >= min(32, asked) and 1 <= segment <= 16
-    assert window <= max(fitting, 32) and window <= asked and window % 16 * (window // 17) == 0
-    at_key_frames = window_and_segment(asked, fitting, 16, 32, 2)
+def test_window_and_segment_sizes(wanted_rows, fitting):
+    window, segment = window_and_segment(wanted_rows, fitting, 16, 32)
+    assert -(-window // segment) >= min(32, wanted_rows) and 1 <= segment <= 16
+    assert window <= max(fitting, 32) and window <= wanted_rows and window % 16 * (window // 17) == 0
+    at_key_frames = window_and_segment(wanted_rows, fitting, 16, 32, 2)
     assert at_key_frames == (window, segment - segment % 2 if segment > 1 else 1)
-    window, segment = window_and_segment(asked, fitting, 16, None)
+    window, segment = window_and_segment(wanted_rows, fitting, 16, None)
     assert segment == 16 and 1 <= window <= max(1, fitting)
     # Whole segments of 16 fit 300 rows 18 times; segments of 9 rows are cut at key frames, every 4.
     assert window_and_segment(4096, 300, 16, 32) == (288, 9) and window_and_segment(4096, 300, 16, 32, 4) == (288, 8)
 
-
-# ---- mixtures -------------------------------------------------------------------------------------------------------
 
 LENGTHS = [(40, 25, 35), (7, 3), (300,)]  # of three datasets: 100, 10 and 300 rows
 
@@ -254,9 +252,9 @@ def test_mixture_epochs_match_weights(weights):
     assert plan.rows_per_epoch == 410
     for epoch in range(4):
         rows = read(plan, epoch * 410, (epoch + 1) * 410)
-        found = Counter(d for _, d, _ in rows)
+        counts = Counter(d for _, d, _ in rows)
         assert {e for e, _, _ in rows} == {epoch}
-        assert [found[d] for d in range(3)] == plan.rows_per_source
+        assert [counts[d] for d in range(3)] == plan.rows_per_source
         np.testing.assert_allclose(plan.rows_per_source, 410 * np.array(weights) / sum(weights), atol=1)
 
 
@@ -264,26 +262,26 @@ def test_mixture_epochs_match_weights(weights):
 def test_mixture_repeats_rows_evenly(weights, part_segments):
     """At the end of every window no frame is ahead of another of its dataset by more than one."""
     plan = mixture(weights)
-    seen = {(d, i): 0 for d, lengths in enumerate(LENGTHS) for i in range(sum(lengths))}
+    times = {(d, i): 0 for d, lengths in enumerate(LENGTHS) for i in range(sum(lengths))}
     position = 0
     for window in plan.slices(0, 7 * plan.rows_per_epoch):
         for part, index in zip(*window.rows(), strict=True):
-            seen[int(plan.episodes.dataset_index[window.episode[part]]), int(index)] += 1
+            times[int(plan.episodes.dataset_index[window.episode[part]]), int(index)] += 1
         position += window.hi - window.lo
         for dataset in range(3):
-            counts = [n for (d, _), n in seen.items() if d == dataset]
-            assert max(counts) - min(counts) <= 1
-    assert position == sum(seen.values()) == 7 * 410
-    assert weights != (100, 10, 300) or set(seen.values()) == {7}
+            dataset_times = [n for (d, _), n in times.items() if d == dataset]
+            assert max(dataset_times) - min(dataset_times) <= 1
+    assert position == sum(times.values()) == 7 * 410
+    assert weights != (100, 10, 300) or set(times.values()) == {7}
 
 
 def test_mixture_windows_match_weights():
     plan = mixture((2, 1, 1), window=64)
     for window in plan.slices(0, 820):
-        found = Counter(plan.episodes.dataset_index[window.episode[window.rows()[0]]].tolist())
+        counts = Counter(plan.episodes.dataset_index[window.episode[window.rows()[0]]].tolist())
         length = window.hi - window.lo
         for dataset, share in enumerate((0.5, 0.25, 0.25)):
-            assert abs(found[dataset] - share * length) < 2
+            assert abs(counts[dataset] - share * length) < 2
     # Within a window rows are permuted together: a batch is not one dataset's rows, then another's.
     first = [d for _, d, _ in read(plan, 0, 64)]
     assert len({tuple(sorted(set(first[i : i + 16]))) for i in range(0, 64, 16)} - {(0, 1, 2)}) <= 1
@@ -292,23 +290,23 @@ def test_mixture_windows_match_weights():
 @pytest.mark.parametrize("cut", [7, 64])
 def test_mixture_resumes_at_any_position_in_another_process(cut, part_segments):
     plan = mixture((5, 0.1, 0.7))
-    whole = read(plan, 0, 820)
+    expected = read(plan, 0, 820)
     copy = pickle.loads(pickle.dumps(plan))
-    assert [row for a in range(0, 820, cut) for row in read(copy, a, min(a + cut, 820))] == whole
-    assert read(mixture((5, 0.1, 0.7), seed=1), 0, 820) != whole
-    assert read(mixture((5, 0.1, 0.7)), 410 * 10**9, 410 * 10**9 + 5) != whole[:5]  # far away is as near
+    assert [row for a in range(0, 820, cut) for row in read(copy, a, min(a + cut, 820))] == expected
+    assert read(mixture((5, 0.1, 0.7), seed=1), 0, 820) != expected
+    assert read(mixture((5, 0.1, 0.7)), 410 * 10**9, 410 * 10**9 + 5) != expected[:5]  # far positions need no search
 
 
 @pytest.mark.parametrize("counts", [(3, 2, 1), (7, 7, 7), (2**40 + 1, 2**40, 5), (1, 1000)])
 def test_interleaver_is_exact_for_large_counts(counts):
-    dealer, total = Interleaver(counts), sum(counts)
+    total = sum(counts)
     for position in (1, 2, 5, total // 2, total - 1):
-        dealt = dealer.before(position)
-        came = max((Fraction(2 * d - 1, n), source) for source, (d, n) in enumerate(zip(dealt, counts, strict=True)))
-        to_come = [
-            (Fraction(2 * d + 1, n), source) for source, (d, n) in enumerate(zip(dealt, counts, strict=True)) if d < n
-        ]
-        assert sum(dealt) == position and came < min(to_come)
+        progress = list(zip(Interleaver(counts).before(position), counts, strict=True))
+        last = max((Fraction(2 * passed - 1, n), source) for source, (passed, n) in enumerate(progress))
+        following = min(
+            (Fraction(2 * passed + 1, n), source) for source, (passed, n) in enumerate(progress) if passed < n
+        )
+        assert sum(passed for passed, _ in progress) == position and last < following
 
 
 @pytest.mark.parametrize("counts", [(10,), (7, 1), (5, 5, 5), (1, 100, 3, 29), (1,) * 30, (64, 32, 16, 8, 4, 2, 1)])
@@ -323,8 +321,6 @@ def test_interleaver_advances_by_one_and_matches_shares(counts):
     assert before == list(counts)
 
 
-# ---- weighted episodes ----------------------------------------------------------------------------------------------
-
 WEIGHTS = (0.3, 1.0, 2.5, 1 / 3, 0.05, 3.0)
 
 
@@ -334,25 +330,27 @@ def weighted(weights=WEIGHTS, lengths=(5, 1, 7, 30, 12, 4), **options):
 
 
 def test_weighted_rows_occur_by_weight(part_segments):
-    """After any number of epochs never one off; and the plan knows beforehand how often exactly."""
-    plan, position, seen = weighted(), 0, Counter()
-    of_row = np.repeat(np.arange(6), plan.episodes.length).tolist()
+    """Counts are within one of weight x epochs after each epoch, and equal to `occurrences`."""
+    plan, position, times = weighted(), 0, Counter()
+    episode_of_row = np.repeat(np.arange(6), plan.episodes.length).tolist()
     for epoch in range(41):
         number, begin, end = plan.epoch_at(position)
         assert (number, begin) == (epoch, position)
         rows = read(plan, begin, end)
         assert {e for e, _, _ in rows} == {epoch}
-        half = seen + Counter(i for _, _, i in rows[: len(rows) // 2])
-        least, most = plan.occurrences((begin + begin + len(rows)) // 2)
-        assert all(least[e] <= half[i] <= most[e] for i, e in enumerate(of_row))
-        seen += Counter(i for _, _, i in rows)
-        exactly, same = plan.occurrences(end)
-        assert (exactly == same).all() and [seen[i] for i in range(len(of_row))] == exactly[of_row].tolist()
-        for i, e in enumerate(of_row):
-            assert abs(seen[i] - (epoch + 1) * Fraction(WEIGHTS[e])) < 1
+        half = times + Counter(i for _, _, i in rows[: len(rows) // 2])
+        low, high = plan.occurrences((begin + begin + len(rows)) // 2)
+        assert all(low[e] <= half[i] <= high[e] for i, e in enumerate(episode_of_row))
+        times += Counter(i for _, _, i in rows)
+        exact, same = plan.occurrences(end)
+        assert (exact == same).all() and [times[i] for i in range(len(episode_of_row))] == exact[
+            episode_of_row
+        ].tolist()
+        for i, e in enumerate(episode_of_row):
+            assert abs(times[i] - (epoch + 1) * Fraction(WEIGHTS[e])) < 1
         position = end
     assert position == pytest.approx(41 * plan.rows_per_epoch, rel=0.02)
-    assert [seen[i] for i in (5, 58)] == [41, 123]  # whole weights: the same in every epoch
+    assert [times[i] for i in (5, 58)] == [41, 123]  # whole weights: the same in every epoch
     assert read(plan, 0, position) == read(pickle.loads(pickle.dumps(plan)), 0, position)
     assert [row for a in range(0, 300, 7) for row in read(plan, a, min(a + 7, 300))] == read(plan, 0, 300)
 
@@ -365,53 +363,48 @@ def test_weighted_epochs_have_similar_lengths():
     rare = weighted([0.03], [8])  # most epochs of it have no rows at all
     numbers = [rare.epoch_at(position)[0] for position in range(0, 80, 8)]
     ends = [rare.begin(epoch + 1) for epoch in range(numbers[-1] + 1)]
-    assert (
-        epoch_ends(rare, 80) == ends
-        and epoch_ends(rare, 73) == ends
-        and epoch_ends(rare, 72) == ends[: numbers[-2] + 1]
-    )
+    assert epoch_ends(rare, 80) == epoch_ends(rare, 73) == ends
+    assert epoch_ends(rare, 72) == ends[: numbers[-2] + 1]
     assert ends.count(0) == numbers[0] and ends.count(72) == numbers[-1] - numbers[-2]
     assert np.diff(numbers).min() >= 33 and [e for e, _, _ in read(rare, 0, 80)] == np.repeat(numbers, 8).tolist()
 
 
 def test_weighted_episodes_in_mixture(part_segments):
-    """Datasets have their shares as ever; within a dataset, its own epochs follow the weights of its episodes."""
-    drawn = three_datasets()
+    """Datasets have their shares; within a dataset, rows follow the weights of its episodes."""
+    members = three_datasets()
     weight = np.array([1, 0.25, 2.5, 1, 1, 0.5])
     options = {"seed": 0, "segment_rows": 8, "window_rows": 64, "weights": (1, 1, 2)}
-    plan = StreamPlan(drawn, episode_weights=weight, **options)
+    plan = StreamPlan(members, episode_weights=weight, **options)
     assert plan.rows_per_epoch == round(40 + 25 / 4 + 2.5 * 35 + 10 + 150) == sum(plan.rows_per_source)
     rows = read(plan, 0, 9 * plan.rows_per_epoch)
-    seen, last = Counter((d, i) for _, d, i in rows), [sum(d == n for _, d, _ in rows) for n in range(3)]
-    assert last == [9 * n for n in plan.rows_per_source]
-    least, most = plan.occurrences(9 * plan.rows_per_epoch)
-    for e, (d, start, length) in enumerate(zip(drawn.dataset_index, drawn.start, drawn.length, strict=True)):
-        counts = {seen[int(d), int(i)] for i in range(start, start + length)}
-        assert min(counts) >= least[e] and max(counts) <= most[e]
-        epochs = last[d] / (weight * drawn.length)[drawn.dataset_index == d].sum()
+    times, rows_of_dataset = Counter((d, i) for _, d, i in rows), [sum(d == n for _, d, _ in rows) for n in range(3)]
+    assert rows_of_dataset == [9 * n for n in plan.rows_per_source]
+    low, high = plan.occurrences(9 * plan.rows_per_epoch)
+    for e, (d, start, length) in enumerate(zip(members.dataset_index, members.start, members.length, strict=True)):
+        counts = {times[int(d), int(i)] for i in range(start, start + length)}
+        assert min(counts) >= low[e] and max(counts) <= high[e]
+        epochs = rows_of_dataset[d] / (weight * members.length)[members.dataset_index == d].sum()
         assert all(abs(n - epochs * weight[e]) < 1 + weight[e] for n in counts)
-    assert (most > least).any() and (least > 1).any()
+    assert (high > low).any() and (low > 1).any()
 
 
 @pytest.mark.parametrize("window", [1, 8, 20])
 def test_mixture_occurrences_are_bounded_at_any_position(window):
-    """A source's epoch ends within a window: some of its rows are still to come, and others came once more already."""
-    drawn = together(episodes(9, 14, 11, dataset=0), episodes(22, 9, dataset=1))
-    plan = StreamPlan(drawn, seed=1, segment_rows=4, window_rows=window, weights=[3, 1])
-    rows, seen = read(plan, 0, 4 * plan.rows_per_epoch), Counter()
+    """Also where the epoch of a member ends within a window."""
+    members = together(episodes(9, 14, 11, dataset=0), episodes(22, 9, dataset=1))
+    plan = StreamPlan(members, seed=1, segment_rows=4, window_rows=window, weights=[3, 1])
+    rows, times = read(plan, 0, 4 * plan.rows_per_epoch), Counter()
     for position, (_, dataset, index) in enumerate([*rows, (0, 0, 0)]):
-        least, most = plan.occurrences(position)
-        assert (most - least <= 2).all()
-        for d, start, length, a, b in zip(drawn.dataset_index, drawn.start, drawn.length, least, most, strict=True):
-            assert all(a <= seen[int(d), i] <= b for i in range(start, start + length))
-        seen[dataset, index] += 1
+        low, high = plan.occurrences(position)
+        assert (high - low <= 2).all()
+        for d, start, length, a, b in zip(members.dataset_index, members.start, members.length, low, high, strict=True):
+            assert all(a <= times[int(d), i] <= b for i in range(start, start + length))
+        times[dataset, index] += 1
     assert not plan.occurrences(0)[1].any()
 
 
-def test_invalid_shares_are_refused():
+@pytest.mark.parametrize("weights", [[1, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1, 1e-6]])
+def test_invalid_shares_are_refused(weights):
     assert apportion(10, [1, 1, 1]) == [4, 3, 3]
-    for weights in ([1, 0], [1, -1], [1, float("nan")], [1, float("inf")]):
-        with pytest.raises(ValueError, match="expected positive numbers"):
-            apportion(10, weights)
-    with pytest.raises(ValueError, match="none would come from dataset_index 1"):
-        apportion(10, [1, 1e-6])
+    with pytest.raises(ValueError, match="expected positive numbers|none would come from dataset_index 1"):
+        apportion(10, weights)

@@ -1,4 +1,4 @@
-"""Plans whose rows are divided into shards: every row of every epoch once, and a node's turns are of its own shard."""
+"""Plans divided into shards: each epoch has each row once, and a node's turns are of its own shard."""
 
 from collections import Counter
 from functools import partial
@@ -7,19 +7,19 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.data.test_plan import episodes, read, together
+from tests.data.test_plan import assert_each_row_once, episodes, read, together
 from vla_finetuning.data.plan import StreamPlan
 from vla_finetuning.data.shards import ShardedPlan, Sharding, divide, epoch_ends
 
 ROOTS = ("/a", "/b")
 
 
-def sharded(drawn, shards, turn, *, seed=3, repeated=None, cut_at=1, **options):
-    """A plan of `drawn`, divided; later epochs by single rows, so that both kinds of epochs are there."""
+def sharded(entries, shards, turn, *, seed=3, repeated=None, cut_at=1, **options):
+    """Divide a plan of `entries`; later epochs are of single rows, to test both kinds of epochs."""
     options = {"segment_rows": 4, "window_rows": 10, "cut_at": cut_at, "later_segment_rows": 1} | options
-    shard = divide(drawn.dataset_index, drawn.length, repeated, shards, cut_at, ROOTS)[-1]
+    shard = divide(entries.dataset_index, entries.length, repeated, shards, cut_at, ROOTS)[-1]
     plan = partial(StreamPlan, **options)
-    return ShardedPlan(drawn, repeated, Sharding(shards, turn), cut_at, ROOTS, seed=seed, plan=plan), shard
+    return ShardedPlan(entries, repeated, Sharding(shards, turn), cut_at, ROOTS, seed=seed, plan=plan), shard
 
 
 def two_datasets():
@@ -32,56 +32,53 @@ def test_each_epoch_has_each_row_once_from_any_position(lengths, shards, turn, c
     plan, _ = sharded(episodes(*lengths), shards, turn, cut_at=cut_at)
     n = sum(lengths)
     assert plan.rows_per_epoch == n and epoch_ends(plan, 3 * n) == [n, 2 * n, 3 * n]
-    rows = read(plan, 0, 3 * n)
-    for epoch in range(3):
-        mine = rows[epoch * n : (epoch + 1) * n]
-        assert {e for e, _, _ in mine} == {epoch} and sorted(i for _, _, i in mine) == list(range(n))
+    rows = assert_each_row_once(plan)
     for cut in (7, 50):
         assert [row for a in range(0, 3 * n, cut) for row in read(plan, a, min(a + cut, 3 * n))] == rows
 
 
 def test_sharded_weights_and_mixtures_match_occurrences():
-    drawn = two_datasets()
+    datasets = two_datasets()
     weights = np.array([0.3, 2.5, 1.0, 1.7, 0.5, 3.0])
-    plan, _ = sharded(drawn, 3, 4, repeated=weights)
+    plan, _ = sharded(datasets, 3, 4, repeated=weights)
     ends = epoch_ends(plan, 5 * plan.rows_per_epoch)
     assert np.mean(np.diff([0, *ends])) == pytest.approx(plan.rows_per_epoch, rel=0.05)
     rows, entries = read(plan, 0, ends[-1]), plan.episodes
     for end in ends:
-        found = Counter((dataset, index) for _, dataset, index in rows[:end])
-        least, most = plan.occurrences(end)
-        assert np.array_equal(least, most)
+        counts_of_row = Counter((dataset, index) for _, dataset, index in rows[:end])
+        low, high = plan.occurrences(end)
+        assert np.array_equal(low, high)
         for dataset, start, length, times in zip(
-            entries.dataset_index, entries.start, entries.length, least, strict=True
+            entries.dataset_index, entries.start, entries.length, low, strict=True
         ):
-            assert {found[dataset, start + i] for i in range(length)} == {times}
-    mixture, _ = sharded(drawn, 3, 4, weights=[3, 1])
+            assert {counts_of_row[dataset, start + i] for i in range(length)} == {times}
+    mixture, _ = sharded(datasets, 3, 4, weights=[3, 1])
     assert mixture.rows_per_epoch == 161 and mixture.rows_per_source == pytest.approx([121, 40], abs=2)
     rows = read(mixture, 0, 3 * 161)
     for epoch in range(3):
         counts = Counter(dataset for _, dataset, _ in rows[epoch * 161 : (epoch + 1) * 161])
         assert [counts[0], counts[1]] == mixture.rows_per_source
-    # Of each dataset, in turn all rows of its shards: none comes twice more often than another.
-    found = Counter((dataset, index) for _, dataset, index in rows)
-    assert len(found) == 161
+    # No row of a dataset comes twice more often than another.
+    counts_of_row = Counter((dataset, index) for _, dataset, index in rows)
+    assert len(counts_of_row) == 161
     for dataset, total in ((0, 88), (1, 73)):
-        times = [found[dataset, i] for i in range(total)]
+        times = [counts_of_row[dataset, i] for i in range(total)]
         assert max(times) - min(times) <= 1
 
 
 def test_shards_split_each_dataset_evenly():
-    drawn = two_datasets()
-    piece, first, rows, shard = divide(drawn.dataset_index, drawn.length, None, 3, cut_at=2, roots=ROOTS)
+    datasets = two_datasets()
+    piece, first, rows, shard = divide(datasets.dataset_index, datasets.length, None, 3, cut_at=2, roots=ROOTS)
     for dataset, total in ((0, 88), (1, 73)):
-        of_each = [rows[(shard == s) & (drawn.dataset_index[piece] == dataset)].sum() for s in range(3)]
-        assert sum(of_each) == total and max(of_each) - min(of_each) <= 4
+        rows_of_shard = [rows[(shard == s) & (datasets.dataset_index[piece] == dataset)].sum() for s in range(3)]
+        assert sum(rows_of_shard) == total and max(rows_of_shard) - min(rows_of_shard) <= 4
     assert not (first % 2).any() and (np.diff(shard) >= 0).all()
     # By weight, where episodes come more or less often.
     weights = np.array([1.0, 1.0, 1.0, 1.0, 3.0, 1.0])
-    piece, _, rows, shard = divide(drawn.dataset_index, drawn.length, weights, 3, cut_at=1, roots=ROOTS)
-    of_second = drawn.dataset_index[piece] == 1
-    counted = [(rows * weights[piece])[(shard == s) & of_second].sum() for s in range(3)]
-    assert np.ptp(counted) <= 4
+    piece, _, rows, shard = divide(datasets.dataset_index, datasets.length, weights, 3, cut_at=1, roots=ROOTS)
+    is_second = datasets.dataset_index[piece] == 1
+    weights_of_shard = [(rows * weights[piece])[(shard == s) & is_second].sum() for s in range(3)]
+    assert np.ptp(weights_of_shard) <= 4
     with pytest.raises(ValueError, match="--dataset.shards=9: /b has 8 training rows in 2 episodes, which are fewer"):
         divide(np.array([0, 1, 1]), np.array([100, 4, 4]), None, 9, 1, ROOTS)
     with pytest.raises(ValueError, match="/b has 8 .* which, cut at key frames, every 4 rows, are fewer"):
@@ -91,13 +88,13 @@ def test_shards_split_each_dataset_evenly():
 @pytest.mark.parametrize("turn", [6, 40])
 def test_turns_stay_within_one_shard_except_at_epoch_ends(turn):
     plan, shard = sharded(episodes(*[300] * 20), 4, turn)
-    whose = np.concatenate([shard[s.episode[s.rows()[0]]] for s in plan.slices(0, 18000)])
-    other = np.flatnonzero(whose != np.arange(18000) // turn % 4)
-    assert len(other) <= 3 * 2 * turn  # of three ends
-    assert all((18000 - position) % 6000 <= 2 * 4 * turn for position in other)
+    shard_of_row = np.concatenate([shard[s.episode[s.rows()[0]]] for s in plan.slices(0, 18000)])
+    elsewhere = np.flatnonzero(shard_of_row != np.arange(18000) // turn % 4)
+    assert len(elsewhere) <= 3 * 2 * turn  # of three ends
+    assert all((18000 - position) % 6000 <= 2 * 4 * turn for position in elsewhere)
     starts = plan.window_starts(turn, 6000)  # of shard 1
-    own = np.cumsum(whose == 1)
-    assert set(own[starts[:-20] - 1] % 10) == {0}
+    rows_before = np.cumsum(shard_of_row == 1)
+    assert set(rows_before[starts[:-20] - 1] % 10) == {0}
 
 
 @pytest.mark.parametrize("block", [6, 12, 24])
@@ -110,22 +107,22 @@ def test_node_reads_one_slice_per_window(block):
         starts = np.arange(0, 3000 - 3 * of_node * block, 3 * of_node * block) + node * of_node * block
         runs = np.stack([starts, starts + of_node * block], axis=1)
         cuts = [0, *plan.window_starts(node * 12, 3000), 3000]
-        found, slices = [], 0
+        rows_read, slices = [], 0
         for a, b in pairwise(cuts):
-            here = runs[(runs[:, 1] > a) & (runs[:, 0] < b)].clip(a, b)
-            windows = list(plan.slices_of(here)) if len(here) else []
-            found += [(s.epoch, 0, int(i)) for s in windows for i in s.rows()[1]]
+            part = runs[(runs[:, 1] > a) & (runs[:, 0] < b)].clip(a, b)
+            windows = list(plan.slices_of(part)) if len(part) else []
+            rows_read += [(s.epoch, 0, int(i)) for s in windows for i in s.rows()[1]]
             slices += len(windows)
-        assert found == [row for a, b in runs for row in rows[a:b]]
+        assert rows_read == [row for a, b in runs for row in rows[a:b]]
         # 10 windows, and what is left at the ends of three epochs; else one for every turn, or more.
         assert slices < 30 if block <= 12 else slices > 80
 
 
 def test_identity_differs_between_divisions():
-    drawn = episodes(40, 50, 60)
-    others = (((2, 4), 3), ((2, 5), 3), ((3, 4), 3), ((2, 4), 4))
-    identities = [sharded(drawn, *division, seed=seed)[0].identity() for division, seed in others]
+    datasets = episodes(40, 50, 60)
+    divisions = (((2, 4), 3), ((2, 5), 3), ((3, 4), 3), ((2, 4), 4))
+    identities = [sharded(datasets, *division, seed=seed)[0].identity() for division, seed in divisions]
     assert all(a["shards"] != b["shards"] for i, a in enumerate(identities) for b in identities[:i])
-    assert identities[0] == sharded(drawn, 2, 4)[0].identity()
+    assert identities[0] == sharded(datasets, 2, 4)[0].identity()
     with pytest.raises(ValueError, match="shards have no stored order"):
-        sharded(drawn, 2, 4, seed=None)
+        sharded(datasets, 2, 4, seed=None)
