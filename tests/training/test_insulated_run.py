@@ -1,4 +1,4 @@
-"""Runs with knowledge insulation: their means over tokens, however micro-batches and workers share a step."""
+"""Runs with knowledge insulation: losses over shared micro-batches and workers against one, and their tokenizers."""
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.model import make_prepare
 
 SPARE_WORDS = 270
+ACTION_CHUNKS = np.random.default_rng(0).normal(size=(50, 10, 4)).cumsum(axis=1).clip(-1, 1)
 SUBTASKS = ["reach the red bin", "go_on  "]
 # Runs of one worker and of two.
 RUNS: dict[str, dict] = {
@@ -36,15 +37,13 @@ RUNS: dict[str, dict] = {
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    """A folder with a dataset, a policy for it, and a tokenizer of actions."""
     folder = tmp_path_factory.mktemp("insulated")
     root = make_dataset(folder / "dataset", episodes=(12, 9, 10))
     add_subtasks(root, lambda index: index % 3 - 1, SUBTASKS)
     meta = load_metadata(root)
     tasks = [with_text(task, text.replace("_", " ")) for task in meta.tasks.values() for text in SUBTASKS]
     base = make_base(folder / "base", meta, tasks=tasks, spare_words=SPARE_WORDS, **in_process.TINY)
-    chunks = np.random.default_rng(0).normal(size=(50, 10, 4)).cumsum(axis=1).clip(-1, 1)
-    ActionTokenizer.fit(chunks, SPARE_WORDS - 2).save(folder / "tokenizer")
+    ActionTokenizer.fit(ACTION_CHUNKS, SPARE_WORDS - 2).save(folder / "tokenizer")
     return folder, root, base
 
 
@@ -57,7 +56,7 @@ def resolved(setting, name, **changes):
 
 
 class Shard(in_process.RunRows):
-    """A rank's batches of rows that have 1 to 7 action tokens and 0 to 16 of text, by their position."""
+    """Rows of a rank with 1 to 7 action tokens and 0 to 16 of text, by position."""
 
     def iter_torch_batches(self, *, collate_fn, **options):
         def collate(rows):
@@ -74,53 +73,55 @@ class Shard(in_process.RunRows):
         return super().iter_torch_batches(collate_fn=collate, **options)
 
 
-def trained(run, rank=0, world=1):
-    tensors = in_process.train(run, worker=Rank(rank, world, Shard(run, rank, world))).named()
-    return {name: full_tensor(tensor) for name, tensor in tensors.items()}
+def trained(run, shard=Shard, rank=0, world=1):
+    tensors = in_process.train(run, worker=Rank(rank, world, shard(run, rank, world))).named()
+    return {name: full_tensor(tensor).detach().clone() for name, tensor in tensors.items()}
 
 
-def apart(found, expected):
-    """How far weights are from others, but for biases of keys, whose gradients are rounding alone."""
-    assert found.keys() == expected.keys() and len(found) > 10
-    names = [name for name in found if "k_proj.bias" not in name]
-    return max(((found[name] - expected[name]).norm() / (1 + expected[name].norm())).item() for name in names)
+def largest_difference(weights, expected):
+    """Compare weights, except biases of keys, whose gradients are rounding errors."""
+    assert weights.keys() == expected.keys() and len(weights) > 10
+    names = [name for name in weights if "k_proj.bias" not in name]
+    return max(((weights[name] - expected[name]).norm() / (1 + expected[name].norm())).item() for name in names)
 
 
 @pytest.fixture(scope="module")
-def whole(setting):
-    """The weights of each run with one worker and one micro-batch a step, and a file of them."""
-    weights = {name: trained(resolved(setting, f"whole-{name}", **changes)) for name, changes in RUNS.items()}
+def one_worker(setting):
+    """Return the weights of each run with one worker and one micro-batch a step, and a file of them."""
+    weights = {name: trained(resolved(setting, f"one-{name}", **changes)) for name, changes in RUNS.items()}
     assert all("lora_" in name for name in weights["adapters"])
-    torch.save(weights, file := setting[0] / "whole.pt")
+    torch.save(weights, file := setting[0] / "one.pt")
     return weights, file
 
 
-def test_two_micro_batches_with_unequal_tokens_are_one(setting, whole):
+def test_two_micro_batches_with_unequal_tokens_equal_one(setting, one_worker):
     halves = resolved(setting, "halves", text=True, batch_size=2, grad_accum=2)
-    assert apart(trained(halves), whole[0]["ddp"]) < 5e-6
+    assert largest_difference(trained(halves), one_worker[0]["ddp"]) < 5e-6
 
 
 def in_rank(rank, world, setting, file):
-    expected, found = torch.load(file), {}
+    expected, differences = torch.load(file), {}
     for name, changes in RUNS.items():
         strategy = name if name == "fsdp2_reshard" else "ddp"
         options = {"batch_size": 2, "scaling.num_workers": world, "scaling.strategy": strategy, **changes}
-        weights = trained(resolved(setting, f"{rank}-{name}", **options), rank, world)
-        found[name] = apart(weights, expected[name])
-    return found
+        weights = trained(resolved(setting, f"{rank}-{name}", **options), Shard, rank, world)
+        differences[name] = largest_difference(weights, expected[name])
+    return differences
 
 
-def test_two_workers_with_unequal_tokens_equal_one(setting, whole):
-    for found in in_ranks(in_rank, setting, whole[1], world=2):
-        assert found.keys() == RUNS.keys() and max(found.values()) < 5e-6, found
+def test_two_workers_with_unequal_tokens_equal_one(setting, one_worker):
+    for differences in in_ranks(in_rank, setting, one_worker[1], world=2):
+        assert differences.keys() == RUNS.keys() and max(differences.values()) < 5e-6, differences
 
 
-def test_the_plan_counts_the_work_and_rows_carry_tokens(setting):
+def test_plan_counts_flops_and_rows_have_action_tokens(setting):
     run, plain = resolved(setting, "planned"), resolved(setting, "plain", plain=True)
     assert "(--train.mode full, insulated)" in describe(run)
-    told = [resolved(setting, "told", **{"peft.target_modules": ADAPTED, **more}) for more in ({}, {"text": True})]
-    # A run with adapters is not resumed with another loss either.
-    assert [run.job.start.mode.partition("_proj), ")[2] for run in told] == ["insulated", "insulated, writes subtask"]
+    # Adapters with another loss are another mode, so that a run is not resumed with it.
+    modes = {"insulated": False, "insulated, writes subtask": True}
+    for mode, text in modes.items():
+        adapted = resolved(setting, "adapted", text=text, **{"peft.target_modules": ADAPTED})
+        assert adapted.job.start.mode.partition("_proj), ")[2] == mode
     assert run.policy.parameters.trainable > plain.policy.parameters.trainable
     longest = max(run.policy.prompts)
     assert run.policy.flops_by_prompt[longest] > 1.05 * plain.policy.flops_by_prompt[longest]
@@ -132,7 +133,7 @@ def test_the_plan_counts_the_work_and_rows_carry_tokens(setting):
 
 
 def written(run, columns):
-    """The texts that rows are to write."""
+    """Decode the texts that rows train."""
     preprocessor, _ = run.policy.processors()
     tokenizer, texts = tokenizer_step(preprocessor).input_tokenizer, []
     for tokens, mask in zip(columns[TEXT], columns[TEXT_MASK], strict=True):
@@ -142,7 +143,7 @@ def written(run, columns):
     return texts
 
 
-def test_prompts_of_every_second_row_say_the_subtask_and_the_others_are_to_write_it(setting):
+def test_every_second_row_has_subtask_in_prompt_and_others_as_target(setting):
     run, silent = resolved(setting, "texts", text=True), resolved(setting, "silent")
     assert "(--train.mode full, insulated, writes subtask)" in describe(run)
     assert "not read" not in describe(run) and "not read: subtask" in describe(silent)
@@ -158,11 +159,11 @@ def test_prompts_of_every_second_row_say_the_subtask_and_the_others_are_to_write
     assert written(run, placed) == ["", "", "go on", "", "reach the red bin", ""]
     plain = make_prepare(silent.policy, silent.rows)
     instructions = [with_text(task, text) for task, text in zip(rows["task"], texts, strict=True)]
-    saying = plain({**rows, "task": np.array(instructions, object)})["observation.language.tokens"]
-    nothing = plain(rows)["observation.language.tokens"]
-    assert (saying[1] != nothing[1]).any()
-    assert np.array_equal(unplaced["observation.language.tokens"], nothing)
-    expected = np.where(np.arange(6)[:, None] % 2 == 1, saying, nothing)
+    with_subtask = plain({**rows, "task": np.array(instructions, object)})["observation.language.tokens"]
+    without = plain(rows)["observation.language.tokens"]
+    assert (with_subtask[1] != without[1]).any()
+    assert np.array_equal(unplaced["observation.language.tokens"], without)
+    expected = np.where(np.arange(6)[:, None] % 2 == 1, with_subtask, without)
     assert np.array_equal(placed["observation.language.tokens"], expected)
     assert all(np.array_equal(placed[key], plain(rows)[key]) for key in (TOKENS, TOKENS_MASK, "action"))
 
@@ -171,7 +172,7 @@ def test_prompts_of_every_second_row_say_the_subtask_and_the_others_are_to_write
     ("red " * TEXT_COLUMNS, "has 32 tokens, more than 31: shorten it"),
     ("reach the purple bin", "the policy's tokenizer lacks a word of 'reach the purple bin': name a policy"),
 ], ids=["too long", "of an unknown word"])  # fmt: skip
-def test_a_text_that_cannot_be_written_is_refused(setting, text, error):
+def test_text_that_cannot_be_tokenized_is_refused(setting, text, error):
     run = resolved(setting, "long", text=True)
     (rows,) = run.rows.in_stored_order().read_rows([1], 1)
     rows["subtask"] = np.array([text], object)
@@ -179,17 +180,17 @@ def test_a_text_that_cannot_be_written_is_refused(setting, text, error):
         make_prepare(run.policy, run.rows)(rows)
 
 
-def test_a_run_goes_on_with_the_tokenizer_that_it_began_with(setting, tmp_path):
+def test_resumed_run_uses_its_first_tokenizer(setting, tmp_path):
     chunks = np.random.default_rng(1).normal(size=(50, 10, 4)).cumsum(axis=1).clip(-1, 1)
     sample = [Chunks(chunks, np.zeros(4), np.ones(4), tuple("abcd"))]
-    begun = InsulatedPI05("pi05", vocabulary=SPARE_WORDS - 2).fit_to_rows(lambda: sample, tmp_path)
-    assert begun.action_tokenizer == ActionTokenizer.fit(chunks, SPARE_WORDS - 2)
-    assert InsulatedPI05("pi05").fit_to_rows(lambda: pytest.fail("read again"), tmp_path) == begun
+    first = InsulatedPI05("pi05", vocabulary=SPARE_WORDS - 2).fit_to_rows(lambda: sample, tmp_path)
+    assert first.action_tokenizer == ActionTokenizer.fit(chunks, SPARE_WORDS - 2)
+    assert InsulatedPI05("pi05").fit_to_rows(lambda: pytest.fail("read again"), tmp_path) == first
     lines = InsulatedPI05("pi05", vocabulary=SPARE_WORDS - 8).describe_chunks(lambda: sample, tmp_path)
     assert f"as {SPARE_WORDS - 2} tokens" in lines[0] and "before its first step" not in " ".join(lines)
-    other = InsulatedPI05("pi05", action_tokenizer=ActionTokenizer.load(setting[0] / "tokenizer"))
+    different = InsulatedPI05("pi05", action_tokenizer=ActionTokenizer.load(setting[0] / "tokenizer"))
     with pytest.raises(ValueError, match="has the tokenizer that this run was started with"):
-        other.fit_to_rows(lambda: sample, tmp_path)
+        different.fit_to_rows(lambda: sample, tmp_path)
 
 
 def family_from(setting, policy, tokenizer):
@@ -197,7 +198,7 @@ def family_from(setting, policy, tokenizer):
     return family_of(run.policy.config)
 
 
-def test_a_policy_is_exported_with_its_tokenizer_and_later_runs_use_it(setting):
+def test_tokenizer_is_exported_with_policy_and_used_by_later_runs(setting):
     run = resolved(setting, "exported", steps=1)
     in_process.train(run, worker=in_process.alone(run), make_checkpoints=CheckpointWriter)
     export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir)
@@ -212,12 +213,12 @@ def test_a_policy_is_exported_with_its_tokenizer_and_later_runs_use_it(setting):
         f"action_tokenizer/{name}.json" for name in ("tokenizer", "processor_config")
     } | {"robot.json"}
 
-    files, others = exported_files(folder)
-    assert {"action_tokenizer/tokenizer.json", "action_tokenizer/processor_config.json"} < set(files) and not others
+    files, leftovers = exported_files(folder)
+    assert {"action_tokenizer/tokenizer.json", "action_tokenizer/processor_config.json"} < set(files) and not leftovers
     policy = get_policy_class(run.policy.config.type).from_pretrained(folder)
     before, after = make_pre_post_processors(policy.config, pretrained_path=str(folder))
-    seen = {key: torch.rand(1, *feature.shape) for key, feature in policy.config.input_features.items()}
-    action = after(policy.select_action(before({**seen, "task": "go to the red bin"})))
+    observation = {key: torch.rand(1, *feature.shape) for key, feature in policy.config.input_features.items()}
+    action = after(policy.select_action(before({**observation, "task": "go to the red bin"})))
     assert action.shape == (1, *policy.config.output_features["action"].shape)
 
     (folder / "action_tokenizer" / "tokenizer.json").unlink()
@@ -238,6 +239,6 @@ def test_a_policy_is_exported_with_its_tokenizer_and_later_runs_use_it(setting):
         ({"text": True, "scaling.strategy": "fsdp2_reshard"}, "give fsdp2"),
     ],
 )
-def test_what_cannot_be_is_refused(setting, changes, message):
+def test_invalid_insulation_options_are_refused(setting, changes, message):
     with pytest.raises(ValueError, match=message):
         resolved(setting, "refused", **changes)

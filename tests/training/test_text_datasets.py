@@ -1,4 +1,4 @@
-"""Mixtures of datasets with actions and of images with text alone: who trains what, and who never sees whom."""
+"""Mixtures of datasets with actions and of images with text alone, against LeRobot's steps, numpy and single runs."""
 
 import json
 import shutil
@@ -16,9 +16,9 @@ from diagnostics import check_rows, show_dataset
 from tests import in_process
 from tests.data.test_metadata_v2 import as_v2
 from tests.datasets import all_rows, make_dataset
-from tests.in_process import Rank, RunRows, alone, in_ranks
+from tests.in_process import RunRows, alone, in_ranks
 from tests.tiny import make_base
-from tests.training.test_insulated_run import apart, written
+from tests.training.test_insulated_run import ACTION_CHUNKS, SPARE_WORDS, largest_difference, trained, written
 from util import full_tensor
 from vla_finetuning.columns import IS_PRESENT, ROBOT
 from vla_finetuning.data.metadata import load_metadata
@@ -36,7 +36,6 @@ from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.chunks import read_chunks, sample_chunks
 from vla_finetuning.training.model import build_model, check_attention, make_prepare
 
-SPARE_WORDS = 270
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 TOKENS_OF_PROMPT, MASK_OF_PROMPT = "observation.language.tokens", "observation.language.attention_mask"
 SUBTASKS = ["reach the red bin", "", "go on"]
@@ -51,31 +50,18 @@ def make_answers(root, **options):
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    """Two datasets of a robot, questions about pictures without state and action, and videos with a state alone."""
+    """Create two datasets of a robot, questions about images without state and action, and videos with a state."""
     folder = tmp_path_factory.mktemp("texts")
     root = make_dataset(folder / "robot", episodes=(12, 9, 10), texts={"subtask": SUBTASKS})
     make_dataset(folder / "second", episodes=(8, 6), texts={"subtask": SUBTASKS}, seed=2)
     make_answers(folder / "answers")
     make_dataset(folder / "videos", episodes=(5, 4), **PICTURES, texts={"subtask": ["go to the red bin"]}, seed=6)
     meta = load_metadata(root)
-    tasks = [
-        *meta.tasks.values(),
-        *QUESTIONS,
-        *ANSWERS,
-        "gantry: arm: go",
-        *(f"go to the red bin, Subtask: {text}" for text in SUBTASKS),
-    ]
+    tasks = [*meta.tasks.values(), *QUESTIONS, *ANSWERS, "gantry: arm: go"]
+    tasks += [f"go to the red bin, Subtask: {text}" for text in SUBTASKS]
     base = make_base(folder / "base", meta, tasks=tasks, chunk_size=6, spare_words=SPARE_WORDS, **in_process.TINY)
-    chunks = np.random.default_rng(0).normal(size=(50, 10, 4)).cumsum(axis=1).clip(-1, 1)
-    ActionTokenizer.fit(chunks, SPARE_WORDS - 2).save(folder / "tokenizer")
+    ActionTokenizer.fit(ACTION_CHUNKS, SPARE_WORDS - 2).save(folder / "tokenizer")
     return folder, root, base
-
-
-def mixture_of(setting, **weights):
-    """A mixture of the setting's datasets, as a flag has it."""
-    options = {"answers": {"rename_map": {"answer": "subtask"}}}
-    mixture = {str(setting[0] / name): {"weight": weight, **options.get(name, {})} for name, weight in weights.items()}
-    return json.dumps(mixture)
 
 
 def resolved(setting, name, mixture=None, **changes):
@@ -83,25 +69,37 @@ def resolved(setting, name, mixture=None, **changes):
     options |= {"train.text_targets": "subtask", "batch_size": 4, "grad_accum": 1, "lr": 1e-3}
     options |= {"output_dir": setting[0] / name, "dataset.statistics": "stored"}
     if mixture is not None:
-        options |= {"dataset.root": None, "dataset.mixture": mixture_of(setting, **mixture)}
+        members = {str(setting[0] / root): member for root, member in mixture.items()}
+        options |= {"dataset.root": None, "dataset.mixture": json.dumps(members)}
     return in_process.resolved(setting, **{**options, **changes})
 
 
-BOTH, ALL = {"answers": 1, "robot": 1}, {"answers": 1, "robot": 2, "second": 1, "videos": 1}
+def roots_of(run):
+    return [meta.root.rpartition("/")[2] for meta in run.rows.metas]
+
+
+RENAMED = {"rename_map": {"answer": "subtask"}}
+BOTH = {"answers": RENAMED, "robot": 1}
+ALL = {"answers": RENAMED, "robot": 2, "second": 1, "videos": 1}
 
 
 def read(run, rows):
-    """The first rows of a run's stream, as they are read and as they are prepared."""
+    """Return the first rows of a run's stream, raw and prepared."""
     (raw,) = run.rows.source().read_rows(range(rows), rows)
     return raw, make_prepare(run.policy, run.rows)(raw)
+
+
+def lerobot_prompts(state, tasks):
+    transition = create_transition(observation={"observation.state": state}, complementary_data={"task": tasks})
+    return Pi05PrepareStateTokenizerProcessorStep()(transition)[TransitionKey.COMPLEMENTARY_DATA]["task"]
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------------
 
 
-def test_rows_without_actions_write_their_text_and_say_no_state(setting):
+def test_rows_without_actions_train_their_text_and_have_no_state_in_prompts(setting):
     run = resolved(setting, "rows", BOTH)
-    assert [meta.root.rpartition("/")[2] for meta in run.rows.metas] == ["robot", "answers"]
+    assert roots_of(run) == ["robot", "answers"]
     raw, columns = read(run, 24)
     texts = raw["dataset_index"] == 1
     assert {True, False} == set(texts.tolist()) and {0, 1} == set((raw["position"][texts] % 2).tolist())
@@ -114,12 +112,8 @@ def test_rows_without_actions_write_their_text_and_say_no_state(setting):
     assert columns[TOP + IS_PRESENT].all() and (columns[WRIST + IS_PRESENT] == ~texts).all()
     assert not columns[WRIST][texts].any() and columns[TOP][texts].any()
 
-    # LeRobot's own step with a state of no entries, of which nothing is left then.
-    tasks = raw["task"][texts].tolist()
-    transition = create_transition(
-        observation={"observation.state": torch.zeros(len(tasks), 0)}, complementary_data={"task": tasks}
-    )
-    prompts = Pi05PrepareStateTokenizerProcessorStep()(transition)[TransitionKey.COMPLEMENTARY_DATA]["task"]
+    # LeRobot's step with a state of no entries, whose label is removed.
+    prompts = lerobot_prompts(torch.zeros(texts.sum(), 0), raw["task"][texts].tolist())
     assert all(", State: ;" in prompt for prompt in prompts)
     step = tokenizer_step(run.policy.processors()[0])
     expected = step._tokenize_text([prompt.replace(", State: ;", ";") for prompt in prompts])
@@ -132,31 +126,29 @@ def test_rows_without_actions_write_their_text_and_say_no_state(setting):
         assert (frame["task"], frame["answer"]) == (raw["task"][position], raw["subtask"][position])
 
 
-def test_rows_of_v21_without_actions_are_those_of_v30(setting, tmp_path):
+def test_rows_without_actions_of_v21_equal_those_of_v30(setting, tmp_path):
     v30 = make_answers(tmp_path / "v3.0", data_files_size_in_mb=1e-6, video_files_size_in_mb=1e-6)
-    found = []
+    rows = []
     for root in (v30, as_v2(v30, tmp_path / "v2.1")):
-        mixture = {str(setting[1]): 1, str(root): {"rename_map": {"answer": "subtask"}}}
-        run = resolved(setting, root.name, **{"dataset.root": None, "dataset.mixture": json.dumps(mixture)})
+        run = resolved(setting, root.name, {str(setting[1]): 1, str(root): RENAMED})
         assert [meta.codebase_version for meta in run.rows.metas] == ["v3.0", root.name]
         raw, columns = read(run, 40)
         assert set(written(run, columns)) >= set(ANSWERS)
-        found.append({**raw, **columns})
-    expected, found = found
-    for key, values in expected.items():
-        np.testing.assert_array_equal(found[key], values, err_msg=key)
+        rows.append({**raw, **columns})
+    for key, values in rows[0].items():
+        np.testing.assert_array_equal(rows[1][key], values, err_msg=key)
 
 
-def test_rows_with_actions_are_those_of_a_run_without_texts(setting):
+def test_rows_with_actions_equal_those_of_a_run_without_texts(setting):
     size = {"dataset.image_size": "[56, 56]"}
     run = resolved(setting, "beside", BOTH, **size)
     single = resolved(setting, "single", **size)
     raw, columns = read(run, 24)
     acting = np.flatnonzero(raw["dataset_index"] == 0)
     per_epoch = single.rows.per_epoch
-    (every,) = single.rows.source((0, per_epoch)).read_rows(range(per_epoch), per_epoch)
-    place = {int(index): at for at, index in enumerate(every["index"])}
-    chosen = {key: values[[place[int(index)] for index in raw["index"][acting]]] for key, values in every.items()}
+    (epoch,) = single.rows.source((0, per_epoch)).read_rows(range(per_epoch), per_epoch)
+    place = {int(index): at for at, index in enumerate(epoch["index"])}
+    chosen = {key: values[[place[int(index)] for index in raw["index"][acting]]] for key, values in epoch.items()}
     expected = make_prepare(single.policy, single.rows)({**chosen, "position": raw["position"][acting]})
     assert columns.keys() - expected.keys() == {ROBOT, TOP + IS_PRESENT, WRIST + IS_PRESENT}
     for key, values in expected.items():
@@ -164,19 +156,15 @@ def test_rows_with_actions_are_those_of_a_run_without_texts(setting):
     assert run.robots[0].files == single.robots[0].files
 
 
-def test_videos_of_the_same_robot_say_its_state(setting):
+def test_videos_of_a_known_robot_have_its_state_in_prompts(setting):
     run = resolved(setting, "state", ALL)
     raw, columns = read(run, 40)
-    metas = [meta.root.rpartition("/")[2] for meta in run.rows.metas]
-    assert metas == ["robot", "second", "answers", "videos"]
+    assert roots_of(run) == ["robot", "second", "answers", "videos"]
     videos = raw["dataset_index"] == 3
     state = torch.from_numpy(raw["observation.state"][videos])
     low, high = (run.robots[0].stats["observation.state"][name] for name in ("q01", "q99"))
     normalised = 2 * (state - torch.tensor(low)) / torch.tensor(high - low) - 1
-    transition = create_transition(
-        observation={"observation.state": normalised.float()}, complementary_data={"task": raw["task"][videos].tolist()}
-    )
-    prompts = Pi05PrepareStateTokenizerProcessorStep()(transition)[TransitionKey.COMPLEMENTARY_DATA]["task"]
+    prompts = lerobot_prompts(normalised.float(), raw["task"][videos].tolist())
     expected = tokenizer_step(run.policy.processors()[0])._tokenize_text(prompts)["input_ids"].numpy()
     np.testing.assert_array_equal(columns[TOKENS_OF_PROMPT][videos], expected)
     assert (columns[ROBOT][videos] == -1).all() and set(written(run, columns)) >= {"go to the red bin"}
@@ -185,8 +173,8 @@ def test_videos_of_the_same_robot_say_its_state(setting):
 # ---- statistics, chunks, evaluation --------------------------------------------------------------------------------
 
 
-def test_statistics_are_those_of_the_datasets_with_actions(setting):
-    """By numpy over their rows; the state of videos lies elsewhere."""
+def test_statistics_equal_numpys_over_datasets_with_actions(setting):
+    """The state of videos is elsewhere."""
     run = with_stats(resolved(setting, "exact", ALL, **{"dataset.statistics": "exact"}))
     assert run.rows.metas[3].root.endswith("videos") and run.robots[0].datasets == (0, 1)
     keys = ["observation.state", "action"]
@@ -203,11 +191,11 @@ def test_statistics_are_those_of_the_datasets_with_actions(setting):
         np.testing.assert_allclose(stats["std"], deviation, rtol=1e-4)
 
 
-def test_the_tokenizer_is_fitted_to_actions_alone(setting, monkeypatch):
+def test_tokenizer_is_fitted_to_rows_with_actions(setting, monkeypatch):
     run, single = resolved(setting, "chunks", BOTH), resolved(setting, "chunks alone")
-    (found,), (expected,) = sample_chunks(run), sample_chunks(single)
-    np.testing.assert_array_equal(found.values, expected.values)
-    # Of the stream, as before the first step: rows without actions are among those read, and not among the chunks.
+    (chunks,), (expected,) = sample_chunks(run), sample_chunks(single)
+    np.testing.assert_array_equal(chunks.values, expected.values)
+    # From the stream, as before the first step: rows without actions are read, and left out of the chunks.
     monkeypatch.setattr("vla_finetuning.training.chunks.read_source", lambda source: _Rows(source, run.rows.per_epoch))
     raw, columns = read(run, run.rows.per_epoch)
     (chunks,) = read_chunks(run)
@@ -225,7 +213,7 @@ class _Rows:
         return iter(self._batches)
 
 
-def test_no_episode_without_actions_is_held_out_and_none_is_idle(setting):
+def test_episodes_without_actions_are_neither_held_out_nor_idle(setting):
     changes = {"dataset.eval_split": 0.4, "eval_steps": 2, "dataset.skip_idle": 5}
     run = resolved(setting, "held out", BOTH, **changes)
     assert [len(episodes) for episodes in run.rows.eval_episodes] == [2, 0]
@@ -239,33 +227,29 @@ def test_no_episode_without_actions_is_held_out_and_none_is_idle(setting):
 
 
 def test_two_workers_with_uneven_texts_equal_one(setting):
-    torch.save(trained_rows(resolved(setting, "one worker", BOTH)), file := setting[0] / "one worker.pt")
-    for found in in_ranks(in_rank, setting, file, world=2):
-        assert found < 5e-6
-
-
-def trained_rows(run, rank=0, world=1):
-    tensors = in_process.train(run, worker=Rank(rank, world, RunRows(run, rank, world))).named()
-    return {name: full_tensor(tensor).detach().clone() for name, tensor in tensors.items()}
+    torch.save(trained(resolved(setting, "one worker", BOTH), RunRows), file := setting[0] / "one worker.pt")
+    for difference in in_ranks(in_rank, setting, file, world=2):
+        assert difference < 5e-6
 
 
 def in_rank(rank, world, setting, file):
     options = {"batch_size": 2, "scaling.num_workers": world, "scaling.strategy": "fsdp2"}
-    return apart(trained_rows(resolved(setting, f"rank {rank}", BOTH, **options), rank, world), torch.load(file))
+    run = resolved(setting, f"rank {rank}", BOTH, **options)
+    return largest_difference(trained(run, RunRows, rank, world), torch.load(file))
 
 
-def test_every_row_comes_exactly_once_and_a_resumed_run_goes_on_as_if_nothing_had_happened(setting):
-    """12 steps of 4 rows: more than an epoch of the robot's 31 rows, and of the 9 questions; lost from step 5 on."""
+def test_rows_come_exactly_once_and_resumed_run_equals_uninterrupted_run(setting):
+    """12 steps of 4 rows are more than an epoch of the robot's 31 rows and of the 9 questions; lost from step 5 on."""
 
     def run_to_end(name, first_step=0):
         options = {"steps": 12, "save_freq": 5, "keep_checkpoints": 9, "log_freq": 4, "run.record_rows": "true"}
-        run = resolved(setting, name, {"answers": 1, "robot": 3}, **options)
+        run = resolved(setting, name, {"answers": RENAMED, "robot": 3}, **options)
         run.job.output_dir.mkdir(exist_ok=True)
         (run.job.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
         tensors = in_process.train(run, worker=alone(run, first_step), make_checkpoints=CheckpointWriter).named()
         return run, {name: full_tensor(tensor).clone() for name, tensor in tensors.items()}
 
-    run, whole = run_to_end("once")
+    run, expected = run_to_end("once")
     assert check_rows.main([str(run.job.output_dir)]) == 0
     lost = shutil.copytree(run.job.output_dir, setting[0] / "lost")
     for step in (10, 12):
@@ -273,19 +257,19 @@ def test_every_row_comes_exactly_once_and_a_resumed_run_goes_on_as_if_nothing_ha
     run, resumed = run_to_end("lost", first_step=5)
     assert check_rows.main([str(lost)]) == 0
     assert [line["resumed_from_step"] for line in attempts(lost)] == [0, 5]
-    again = resolve(parse_args([f"--output_dir={lost}", "--resume"]), gpus_found=0)
-    assert again.rows.identity == run.rows.identity
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    reread = resolve(parse_args([f"--output_dir={lost}", "--resume"]), gpus_found=0)
+    assert reread.rows.identity == run.rows.identity
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
     lines = [json.loads(line) for line in (lost / "metrics.jsonl").read_text().splitlines()]
     assert all(np.isfinite([line["flow_loss"], line["token_loss"], line["text_loss"]]).all() for line in lines)
 
 
-def test_of_robots_that_differ_each_loss_is_over_its_own_rows(setting, tmp_path, monkeypatch):
+def test_different_robots_have_their_own_prompts_and_masks(setting, tmp_path, monkeypatch):
     make_dataset(tmp_path / "arm", episodes=(9, 8), state_dim=5, action_dim=4, seed=3, texts={"subtask": SUBTASKS})
     members = [
         {"root": str(setting[0] / "robot"), "robot": "gantry"},
         {"root": str(tmp_path / "arm"), "robot": "arm"},
-        {"root": str(setting[0] / "answers"), "robot": "web", "rename_map": {"answer": "subtask"}},
+        {"root": str(setting[0] / "answers"), "robot": "web", **RENAMED},
         {"root": str(setting[0] / "videos"), "robot": "gantry"},
     ]
     (tmp_path / "mix.yaml").write_text(yaml.safe_dump({"members": members}))
@@ -293,7 +277,7 @@ def test_of_robots_that_differ_each_loss_is_over_its_own_rows(setting, tmp_path,
     changes |= {"train.action_tokenizer": "fit", "output_dir": tmp_path / "run", "steps": 6, "log_freq": 6}
     run = resolved(setting, "robots", **changes)
     assert [robot.name for robot in run.robots] == ["arm", "gantry"]
-    assert [meta.root.rpartition("/")[2] for meta in run.rows.metas] == ["arm", "robot", "answers", "videos"]
+    assert roots_of(run) == ["arm", "robot", "answers", "videos"]
     raw, columns = read(run, 32)
     number = raw["dataset_index"]
     assert (columns[ROBOT] == np.array([0, 1, -1, -1])[number]).all()
@@ -324,11 +308,11 @@ def prompts_of(run, columns):
     ]
 
 
-# ---- what is said, and what is refused -----------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_and_the_look_say_it(setting, tmp_path, capsys):
-    run = resolved(setting, "said", BOTH)
+def test_datasets_without_actions_are_described(setting, tmp_path, capsys):
+    run = resolved(setting, "described", BOTH)
     assert "answers: no actions: its rows train the text of 'subtask' alone; no episode is" in describe(run)
     assert [line.split(":")[0].rpartition("/")[2] for line in look_at_rows(run)] == ["robot", "answers"]
     mixture = yaml.safe_dump({"members": [{"root": str(setting[0] / name)} for name in ("robot", "answers")]})
@@ -343,23 +327,27 @@ def test_the_plan_and_the_look_say_it(setting, tmp_path, capsys):
     "mixture, changes, message",
     [
         (BOTH, {"train.text_targets": None}, "answers: no feature is called action; .*--train.text_targets subtask"),
-        ({"answers": 1}, {}, "answers: no feature is called action, and no dataset of the run has one: name it beside"),
+        (
+            {"answers": RENAMED},
+            {},
+            "answers: no feature is called action, and no dataset of the run has one: name it beside",
+        ),
         (BOTH, {"train.text_targets": "plan"}, "--train.text_targets=plan: dataset .*robot has no such column of"),
         (BOTH, {"recap.labels": "labels.parquet"}, "--recap.labels: dataset .*answers has no actions"),
     ],
 )
-def test_what_cannot_be_is_refused(setting, mixture, changes, message):
+def test_unusable_text_datasets_are_refused(setting, mixture, changes, message):
     with pytest.raises(ValueError, match=message):
         resolved(setting, "refused", mixture, **changes)
 
 
-def test_a_camera_that_no_robot_has_is_named(setting, tmp_path):
+def test_camera_that_no_robot_has_is_refused_by_name(setting, tmp_path):
     camera = {"cameras": {"observation.images.web": (40, 40)}, "state_dim": 0, "action_dim": 0}
     make_dataset(tmp_path / "web", episodes=(2, 1), **camera, texts={"subtask": ["go"]})
     mixture = {str(tmp_path / "web"): 1, str(setting[1]): 1}
     with pytest.raises(ValueError, match=r"web: none of its cameras \['observation.images.web'\] is called as one of"):
-        resolved(setting, "camera", **{"dataset.root": None, "dataset.mixture": json.dumps(mixture)})
+        resolved(setting, "camera", mixture)
     mixture[str(tmp_path / "web")] = {"rename_map": {"observation.images.web": WRIST}}
-    run = resolved(setting, "camera", **{"dataset.root": None, "dataset.mixture": json.dumps(mixture)})
+    run = resolved(setting, "camera", mixture)
     raw, columns = read(run, 16)
     assert (columns[WRIST + IS_PRESENT]).all() and (columns[TOP + IS_PRESENT] == (raw["dataset_index"] == 0)).all()
