@@ -1,4 +1,4 @@
-"""What an export says of itself: of what was trained, and not of what the run started from."""
+"""Exported configs, processors and robot.json against the dataset, and exports played by plain LeRobot."""
 
 import copy
 import json
@@ -27,7 +27,7 @@ from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint, exported_config, policy_at
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
-# Of somebody's policy for another robot.
+# Fields of a policy for another robot, from which runs start.
 STALE = {
     "train_expert_only": True,
     "freeze_vision_encoder": True,
@@ -47,7 +47,7 @@ STALE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Datasets of 26 joints and of 4, and a tiny policy for 3, whose cameras have another size."""
+    """Create datasets of 26 joints and of 4, and a tiny policy for 3 joints with cameras of another size."""
     folder = tmp_path_factory.mktemp("export")
     small = {TOP: (32, 32), WRIST: (32, 32)}
     theirs = make_dataset(folder / "theirs", episodes=(6,), cameras=small, state_dim=3, action_dim=3)
@@ -58,9 +58,9 @@ def folder(tmp_path_factory):
 
     def relative(pipeline):
         for step in pipeline["steps"]:
-            of_step = step["config"]
-            of_step |= {"enabled": True} if "enabled" in of_step else {}
-            of_step |= {"max_length": STALE["tokenizer_max_length"]} if "max_length" in of_step else {}
+            config = step["config"]
+            config |= {"enabled": True} if "enabled" in config else {}
+            config |= {"max_length": STALE["tokenizer_max_length"]} if "max_length" in config else {}
         return pipeline
 
     for name in ("pre", "post"):
@@ -70,6 +70,10 @@ def folder(tmp_path_factory):
 
 def edit(path, change):
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+def facts_of(where):
+    return json.loads((where / "robot.json").read_text())
 
 
 def trained(folder, *flags, mode="full"):
@@ -85,15 +89,17 @@ def exported(run):
 
 
 def features_of(root):
-    """By LeRobot's names for them: images channel-first."""
+    """Return a dataset's features as policies have them, with images channel-first."""
     features = json.loads((root / "meta" / "info.json").read_text())["features"]
     kinds = {"observation.state": "STATE", "action": "ACTION", TOP: "VISUAL", WRIST: "VISUAL"}
-    return {
-        key: {"type": kind, "shape": [3, *shape[:2]] if kind == "VISUAL" else shape}
-        for key, kind in kinds.items()
-        if key in features
-        for shape in [features[key]["shape"]]
-    }
+    shapes = {key: features[key]["shape"] for key in kinds if key in features}
+    shapes |= {key: [3, *shape[:2]] for key, shape in shapes.items() if kinds[key] == "VISUAL"}
+    return {key: {"type": kinds[key], "shape": shape} for key, shape in shapes.items()}
+
+
+def random_observation(features):
+    observation = {key: torch.rand(1, *feature["shape"]) for key, feature in features.items() if key != "action"}
+    return {**observation, "task": ["go to the red bin"]}
 
 
 def steps_of(where, name):
@@ -101,8 +107,8 @@ def steps_of(where, name):
     return {step["registry_name"]: step["config"] for step in steps}
 
 
-def check_is_of(where, root):
-    """Compare an export with its dataset, and have plain LeRobot act by it."""
+def check_export(where, root):
+    """Compare an export with its dataset, and select an action with plain LeRobot."""
     config, features = json.loads((where / "config.json").read_text()), features_of(root)
     assert {**config["input_features"], **config["output_features"]} == features
     dims = features["action"]["shape"][0]
@@ -111,63 +117,59 @@ def check_is_of(where, root):
     assert before["normalizer_processor"]["features"] == features
     assert after["unnormalizer_processor"]["features"] == {"action": features["action"]}
     assert before["normalizer_processor"]["norm_map"] == config["normalization_mapping"]
-    facts, told = json.loads((where / "robot.json").read_text()), LeRobotDatasetMetadata("local/x", root=root)
-    assert facts["fps"] == told.fps and facts["action_kind"] == "absolute"
-    assert facts["action"] == list(told.features["action"]["names"])
-    assert facts["observation.state"] == list(told.features["observation.state"]["names"])
-    assert {name: (of["height"], of["width"]) for name, of in facts["cameras"].items()} == {
-        key: tuple(told.features[key]["shape"][:2]) for key in told.camera_keys if key in features
-    }
-    assert facts["instructions"] == sorted(told.tasks.index)
+    facts, meta = facts_of(where), LeRobotDatasetMetadata("local/x", root=root)
+    assert facts["fps"] == meta.fps and facts["action_kind"] == "absolute"
+    for key in ("action", "observation.state"):
+        assert facts[key] == list(meta.features[key]["names"])
+    sizes = {key: tuple(meta.features[key]["shape"][:2]) for key in meta.camera_keys if key in features}
+    assert {name: (camera["height"], camera["width"]) for name, camera in facts["cameras"].items()} == sizes
+    assert facts["instructions"] == sorted(meta.tasks.index)
     assert (facts["chunk_size"], facts["n_action_steps"]) == (config["chunk_size"], config["n_action_steps"])
     assert not before["relative_actions_processor"]["enabled"] and not after["absolute_actions_processor"]["enabled"]
 
     policy = get_policy_class(config["type"]).from_pretrained(where)
     pre, post = make_pre_post_processors(policy.config, pretrained_path=str(where))
-    seen = {key: torch.rand(1, *feature["shape"]) for key, feature in features.items() if key != "action"}
     with torch.no_grad():
-        action = post(policy.select_action(pre({**seen, "task": ["go to the red bin"]})))
+        action = post(policy.select_action(pre(random_observation(features))))
     assert action.shape == (1, dims)
     return config
 
 
-def test_an_export_describes_what_was_trained(folder, tmp_path):
+def test_export_describes_trained_dataset_and_run(folder, tmp_path):
     run = trained(folder, f"--dataset.root={folder / 'humanoid'}", f"--output_dir={tmp_path / 'run'}")
     where = exported(run)
-    config = check_is_of(where, folder / "humanoid")
-    none = {"repo_id": None, "tags": None, "private": None, "pretrained_path": None, "pretrained_revision": None}
-    none |= {"device": None, "use_peft": False, "push_to_hub": True, "use_relative_actions": False}
-    none |= dict.fromkeys(
-        ("train_expert_only", "freeze_vision_encoder", "compile_model", "gradient_checkpointing"), False
-    )
-    assert {name: config[name] for name in none} == none
-    assert config["license"] == STALE["license"]  # also that of what is derived
+    config = check_export(where, folder / "humanoid")
+    empty = ("repo_id", "tags", "private", "pretrained_path", "pretrained_revision", "device")
+    off = ("train_expert_only", "freeze_vision_encoder", "compile_model", "gradient_checkpointing", "use_peft")
+    reset = {**dict.fromkeys(empty), **dict.fromkeys(off, False), "push_to_hub": True, "use_relative_actions": False}
+    assert {name: config[name] for name in reset} == reset
+    assert config["license"] == STALE["license"]  # derived weights have the same license
     base = json.loads((folder / "base" / "config.json").read_text())
-    changed = {*none, "input_features", "output_features", "action_feature_names"}
+    changed = {*reset, "input_features", "output_features", "action_feature_names"}
     assert {name for name in base if base[name] != config[name]} <= changed and base.keys() == config.keys()
 
-    again = trained(folder, f"--dataset.root={folder / 'humanoid'}", f"--policy.path={where}", "--output_dir=x")
-    assert again.policy.config.input_features == run.policy.config.input_features
-    assert again.policy.start().config.output_features["action"].shape == (26,)
+    next_run = trained(folder, f"--dataset.root={folder / 'humanoid'}", f"--policy.path={where}", "--output_dir=x")
+    assert next_run.policy.config.input_features == run.policy.config.input_features
+    assert next_run.policy.start().config.output_features["action"].shape == (26,)
 
 
-def test_a_policy_that_was_trained_with_given_actions_says_so(folder, tmp_path):
+def test_training_with_action_prefixes_is_exported_and_works_with_rtc(folder, tmp_path):
     data = f"--dataset.root={folder / 'humanoid'}"
     run = trained(folder, data, "--policy.rtc_training_max_delay=2", f"--output_dir={tmp_path / 'run'}")
     assert "the first 0 to 2 actions of a chunk are given" in describe(run)
     where = exported(run)
-    check_is_of(where, folder / "humanoid")
-    assert json.loads((where / "robot.json").read_text())["rtc_training_max_delay"] == 2
+    check_export(where, folder / "humanoid")
+    assert facts_of(where)["rtc_training_max_delay"] == 2
     edit(where / "robot.json", lambda facts: facts | {"instructions_end_with": ", Advantage: positive"})
-    again = trained(folder, data, f"--policy.path={where}", "--output_dir=x")
-    assert again.policy.config.rtc_training_max_delay == 2
+    next_run = trained(folder, data, f"--policy.path={where}", "--output_dir=x")
+    assert next_run.policy.config.rtc_training_max_delay == 2
     # As GRPO exports it.
-    own_names, config = {TOP: "observation.images.front"}, copy.deepcopy(again.policy.config)
+    own_names, config = {TOP: "observation.images.front"}, copy.deepcopy(next_run.policy.config)
     config.n_action_steps = 2
     files = learned_files(where, config, own_names, {})
-    robot = replace(again.robots[0], config=config, own_names=own_names, files=files)
-    export(again.policy.select_robot(robot), exported_checkpoint(run.job, best=False), tmp_path / "grpo")
-    facts = json.loads((tmp_path / "grpo" / "pretrained_model" / "robot.json").read_text())
+    robot = replace(next_run.robots[0], config=config, own_names=own_names, files=files)
+    export(next_run.policy.select_robot(robot), exported_checkpoint(run.job, best=False), tmp_path / "grpo")
+    facts = facts_of(tmp_path / "grpo" / "pretrained_model")
     assert facts["rtc_training_max_delay"] == 2
     assert (facts["n_action_steps"], facts["instructions_end_with"]) == (2, "")
     config = json.loads((tmp_path / "grpo" / "pretrained_model" / "config.json").read_text())
@@ -177,13 +179,13 @@ def test_a_policy_that_was_trained_with_given_actions_says_so(folder, tmp_path):
     off = trained(folder, data, f"--policy.path={where}", "--policy.rtc_training_max_delay=0", "--output_dir=x")
     assert "rtc_training_max_delay" not in off.robots[0].files["robot.json"] and "are given" not in describe(off)
 
-    # LeRobot's own real-time chunking guides it, as any.
+    # LeRobot's real-time chunking guides it like any policy.
     policy = get_policy_class("tiny_pi05").from_pretrained(where)
     policy.config.rtc_config = RTCConfig(execution_horizon=3)
     policy.init_rtc_processor()
     pre, _ = make_pre_post_processors(policy.config, pretrained_path=str(where))
-    seen = {key: torch.rand(1, *of["shape"]) for key, of in features_of(folder / "humanoid").items() if key != "action"}
-    batch, noise = pre({**seen, "task": ["go to the red bin"]}), torch.randn(1, 4, policy.config.max_action_dim)
+    batch = pre(random_observation(features_of(folder / "humanoid")))
+    noise = torch.randn(1, 4, policy.config.max_action_dim)
     plain, guided = (
         policy.predict_action_chunk(batch, noise=noise, inference_delay=1, prev_chunk_left_over=left)
         for left in (None, torch.full((1, 3, 26), 0.5))
@@ -191,7 +193,7 @@ def test_a_policy_that_was_trained_with_given_actions_says_so(folder, tmp_path):
     assert (guided - 0.5)[:, 0].abs().max() < 0.5 * (plain - 0.5)[:, 0].abs().max()
 
 
-def test_freeze_flags_are_the_runs(folder):
+def test_freeze_options_are_exported_from_train_mode(folder):
     for mode, part in {"full": False, "expert": True}.items():
         run = trained(folder, f"--dataset.root={folder / 'humanoid'}", "--output_dir=x", mode=mode)
         config = exported_config(run.policy)
@@ -199,7 +201,7 @@ def test_freeze_flags_are_the_runs(folder):
     assert {"train_expert_only", "freeze_vision_encoder"} <= family_of(config).ignored_options.keys()
 
 
-def test_each_robot_of_a_mixture_has_its_own(folder, tmp_path):
+def test_each_robot_of_a_mixture_has_its_own_export(folder, tmp_path):
     mixture = {"members": [{"root": str(folder / name), "robot": name} for name in ("humanoid", "arm")]}
     (tmp_path / "mix.yaml").write_text(yaml.safe_dump(mixture))
     run = trained(folder, f"--dataset.mixture=@{tmp_path / 'mix.yaml'}", f"--output_dir={tmp_path / 'run'}")
@@ -210,19 +212,23 @@ def test_each_robot_of_a_mixture_has_its_own(folder, tmp_path):
     }
     where = exported(run)
     for name in ("humanoid", "arm"):
-        check_is_of(where / name, folder / name)
+        check_export(where / name, folder / name)
 
 
-def test_names_of_dimensions_are_not_those_of_another_robot(folder, tmp_path):
+def test_unnamed_actions_do_not_get_names_of_base(folder, tmp_path):
     root = make_dataset(tmp_path / "unnamed", episodes=(6,), state_dim=5, action_dim=5)
     edit(root / "meta" / "info.json", lambda info: (info["features"]["action"].update(names=None), info)[1])
     run = trained(folder, f"--dataset.root={root}", "--output_dir=x")
     assert run.policy.config.action_feature_names is None
 
 
-def test_a_policy_of_a_fixed_width_says_that_it_is_for_another(folder, tmp_path):
-    """ACT, which pads nothing, so that the base's weights do not fit the dataset: known before a worker starts."""
-    config = act_config(policy_features(folder / "theirs"), chunk_size=4, n_action_steps=4)
+def test_unpadded_policy_for_another_width_is_refused(folder, tmp_path):
+    features = {
+        key: PolicyFeature(FeatureType[feature["type"]], tuple(feature["shape"]))
+        for key, feature in features_of(folder / "theirs").items()
+        if key != "action"
+    }
+    config = act_config(features, chunk_size=4, n_action_steps=4)
     stats = {key: {name: torch.ones(3) for name in ("mean", "std")} for key in ("observation.state", "action")}
     stats |= {key: {name: torch.ones(3, 1, 1) for name in ("mean", "std")} for key in (TOP, WRIST)}
     save_pretrained(ACTPolicy(config), *make_pre_post_processors(config, dataset_stats=stats), tmp_path / "act")
@@ -231,67 +237,57 @@ def test_a_policy_of_a_fixed_width_says_that_it_is_for_another(folder, tmp_path)
         resolve(parse_args([*flags, f"--dataset.root={folder / 'humanoid'}", "--output_dir=x"]), gpus_found=0)
 
 
-def policy_features(root):
-    return {
-        key: PolicyFeature(FeatureType[feature["type"]], tuple(feature["shape"]))
-        for key, feature in features_of(root).items()
-        if key != "action"
-    }
-
-
 BASES = [f"observation.images.{name}_0_rgb" for name in ("base", "left_wrist", "right_wrist")]
 
 
 @pytest.fixture(scope="module")
 def renamed(folder):
-    """Flags of a run from a base with other names, as pi05_base's, of which it masks one."""
-    theirs = make_dataset(
-        folder / "three", episodes=(6,), cameras=dict.fromkeys(BASES, (32, 32)), state_dim=3, action_dim=3
-    )
-    make_dataset(folder / "pair", episodes=(6, 5, 4), state_dim=3, action_dim=3)
+    """Return flags of a run from a base with pi05_base's camera names, one of which it masks."""
+    dims, cameras = {"state_dim": 3, "action_dim": 3}, dict.fromkeys(BASES, (32, 32))
+    theirs = make_dataset(folder / "three", episodes=(6,), cameras=cameras, **dims)
+    make_dataset(folder / "pair", episodes=(6, 5, 4), **dims)
     make_base(folder / "pi05", load_metadata(theirs), chunk_size=4, **in_process.TINY)
     names = json.dumps({WRIST: BASES[0], TOP: BASES[1]})
     return [f"--policy.path={folder / 'pi05'}", f"--dataset.root={folder / 'pair'}", f"--rename_map={names}"]
 
 
-def select_actions(policy, pre, post, seen):
+def select_actions(policy, pre, post, observations):
     torch.manual_seed(0)
     policy.reset()
     with torch.no_grad():
-        return torch.cat([post(policy.select_action(pre(dict(frame)))) for frame in seen])
+        return torch.cat([post(policy.select_action(pre(dict(observation)))) for observation in observations])
 
 
-def test_an_export_has_the_robots_names(folder, renamed, tmp_path):
-    """So that LeRobot's tools, which replace a saved rename step by none, play what was trained, bit for bit."""
+def test_export_has_camera_names_of_robot_and_plays_bitwise_in_lerobot_tools(folder, renamed, tmp_path):
+    """LeRobot's tools replace a saved rename step by an empty one."""
     run = trained(folder, *renamed, f"--output_dir={tmp_path / 'run'}")
     where = exported(run)
     config, shapes = json.loads((where / "config.json").read_text()), features_of(folder / "pair")
     inputs = {WRIST: shapes[WRIST], TOP: shapes[TOP], BASES[2]: {"type": "VISUAL", "shape": [3, 32, 32]}}
     assert list(config["input_features"]) == [WRIST, TOP, BASES[2], "observation.state"]
     assert config["input_features"] == {**inputs, "observation.state": shapes["observation.state"]}
-    assert all("policy" not in size for size in json.loads((where / "robot.json").read_text())["cameras"].values())
+    assert all("policy" not in camera for camera in facts_of(where)["cameras"].values())
 
     checkpoint = exported_checkpoint(run.job, best=False)
     reference, processors = policy_at(run.policy, checkpoint).eval(), run.policy.processors()
     policy = get_policy_class(config["type"]).from_pretrained(where)
     rollouts = {"rename_observations_processor": {"rename_map": {}}}  # as rollout, server and eval build them
     plain = make_pre_post_processors(policy.config, pretrained_path=str(where), preprocessor_overrides=rollouts)
-    cameras = (WRIST, TOP)
-    seen = [{key: torch.rand(1, *shapes[key]["shape"]) for key in (*cameras, "observation.state")} for _ in range(3)]
-    seen = [{**frame, "task": ["go to the red bin"]} for frame in seen]
-    actions = select_actions(policy, *plain, seen)
-    (names,) = (robot.rename_map for robot in run.robots)
-    theirs = [{names.get(key, key): value for key, value in frame.items()} for frame in seen]
+    observations = [random_observation(shapes) for _ in range(3)]
+    actions = select_actions(policy, *plain, observations)
+    names = run.robots[0].rename_map
+    theirs = [{names.get(key, key): value for key, value in observation.items()} for observation in observations]
     torch.testing.assert_close(actions, select_actions(reference, *processors, theirs), rtol=0, atol=0)
 
-    again = trained(folder, renamed[1], f"--policy.path={where}", "--output_dir=x")
-    assert again.policy.config.input_features == policy.config.input_features and not again.robots[0].rename_map
+    next_run = trained(folder, renamed[1], f"--policy.path={where}", "--output_dir=x")
+    assert next_run.policy.config.input_features == policy.config.input_features
+    assert not next_run.robots[0].rename_map
     with pytest.raises(ValueError, match=f"it has '{TOP}' already, leave that out"):
         trained(folder, *renamed[1:], f"--policy.path={where}", "--output_dir=x")
 
 
-def test_names_of_the_policy_stay_where_two_cameras_would_have_one(folder, renamed, tmp_path):
-    """The dataset calls its first camera as the policy calls one that is masked."""
+def test_camera_names_of_policy_are_exported_if_a_robots_name_is_ambiguous(folder, renamed, tmp_path):
+    """The dataset's camera has the name of a masked camera of the policy."""
     make_dataset(tmp_path / "data", episodes=(6,), cameras={BASES[1]: (96, 80)}, state_dim=3, action_dim=3)
     names = json.dumps({BASES[1]: BASES[0]})
     flags = [renamed[0], f"--dataset.root={tmp_path / 'data'}", f"--rename_map={names}"]
@@ -302,4 +298,4 @@ def test_names_of_the_policy_stay_where_two_cameras_would_have_one(folder, renam
     config = json.loads((where / "config.json").read_text())
     assert list(config["input_features"])[:3] == BASES
     assert steps_of(where, "pre")["rename_observations_processor"] == {"rename_map": {BASES[1]: BASES[0]}}
-    assert json.loads((where / "robot.json").read_text())["cameras"][BASES[1]]["policy"] == BASES[0]
+    assert facts_of(where)["cameras"][BASES[1]]["policy"] == BASES[0]
