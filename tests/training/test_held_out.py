@@ -1,4 +1,4 @@
-"""The held-out loss while training, against LeRobot's own forward over the same rows, noise and times. No Ray."""
+"""The held-out loss during training against LeRobot's forward on the same rows, noise and times, without Ray."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ from vla_finetuning.training import callbacks
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import describe_exported, export_run
 from vla_finetuning.training.held_out import DRAWN_TOGETHER, HeldOutLoss
-from vla_finetuning.training.model import build_model, build_optimizer
+from vla_finetuning.training.model import build_model
 from vla_finetuning.training.worker import Worker
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def setting(tmp_path_factory):
 
 
 def resolved(setting, **changes):
-    """Of episodes of 6, 5 and 4 frames, the last two are held out: one of each task."""
+    """Hold out the last two of the episodes of 6, 5 and 4 frames: one of each task."""
     options = {"dataset.eval_split": 0.3, "eval_steps": 2, "batch_size": 4, "grad_accum": 1, **changes}
     return in_process.resolved(setting, **options)
 
@@ -42,12 +42,12 @@ def measured(run):
 
 
 @pytest.fixture(scope="module")
-def plain(setting):
+def expected(setting):
     return measured(resolved(setting))
 
 
 def lerobots_losses(setting, run, index):
-    """What `lerobot-train` would compute for these rows: its dataset, processors and policy; by draw and row."""
+    """Compute losses by draw and row with LeRobot's dataset, processors and policy, and return flow times."""
     policy, dataset, preprocessor = lerobots_training(*setting[1:])
     config = policy.eval().config
     batch = preprocessor(torch.utils.data.default_collate([dataset[int(i)] for i in index]))
@@ -63,36 +63,36 @@ def lerobots_losses(setting, run, index):
 
 
 @pytest.mark.parametrize("limit, index", [(0, range(6, 15)), (4, (6, 10, 11, 14))])
-def test_it_is_the_mean_of_lerobots_own_forward(setting, limit, index):
-    """Over all rows, or over some of each task; of the last batch too, which is not full; by task and flow time."""
+def test_held_out_loss_equals_mean_of_lerobots_forward(setting, limit, index):
+    """Over all rows, with a last batch that is not full, or over some rows of each task."""
     run = resolved(setting, **{"train.noise_draws": DRAWS, "max_eval_samples": limit})
-    found = measured(run)
+    actual = measured(run)
     losses, times = lerobots_losses(setting, run, index)
-    assert found["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+    assert actual["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
     second = torch.tensor([i < 11 for i in index])  # of the dataset's second task
     by_task = dict(zip(run.rows.metas[0].tasks.values(), (losses[:, ~second], losses[:, second]), strict=True))
-    assert found["eval_loss_by_task"] == pytest.approx({k: v.mean().item() for k, v in by_task.items()}, rel=1e-5)
-    for number, at_time in enumerate(found["eval_loss_by_time"]):
+    assert actual["eval_loss_by_task"] == pytest.approx({k: v.mean().item() for k, v in by_task.items()}, rel=1e-5)
+    for number, at_time in enumerate(actual["eval_loss_by_time"]):
         expected = losses[(times * 10).long() == number]
         assert at_time == (pytest.approx(expected.mean().item(), rel=1e-5) if len(expected) else None)
 
 
-def test_a_rows_draws_do_not_depend_on_the_batch(setting, plain):
+def test_draws_of_a_row_do_not_depend_on_the_batch(setting, expected):
     small = measured(resolved(setting, batch_size=2, grad_accum=2))
-    assert small["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5)
+    assert small["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"policy.rtc_training_max_delay": 3}, {"train.augmentation": "openpi"}])
-def test_no_action_of_a_held_out_chunk_is_given_and_no_frame_augmented(setting, plain, options):
-    assert {**measured(resolved(setting, **options)), "eval_s": 0} == {**plain, "eval_s": 0}
+def test_held_out_rows_have_neither_action_prefixes_nor_augmentation(setting, expected, options):
+    assert {**measured(resolved(setting, **options)), "eval_s": 0} == {**expected, "eval_s": 0}
 
 
-def test_every_task_has_its_share_and_at_least_one_row(setting):
+def test_each_task_has_at_least_one_held_out_row(setting):
     rows = resolved(setting, max_eval_samples=1).rows.held_out_rows(1)
     assert rows.positions.tolist() == [0, 5] and rows.task.tolist() == [0, 1] and rows.held_out == 9
 
 
-def test_other_policies_draw_their_own_and_leave_the_generator_alone(setting):
+def test_other_policies_draw_repeatably_and_restore_random_state(setting):
     small = {"pretrained_backbone_weights": "null", "dim_model": 32, "n_heads": 2, "n_encoder_layers": 1}
     options = {"dataset.eval_split": 0.3, "eval_steps": 2, "batch_size": 4, "grad_accum": 1, "policy.type": "act"}
     flags = in_process.flags(setting, **options, **{f"policy.{name}": value for name, value in small.items()})
@@ -102,13 +102,13 @@ def test_other_policies_draw_their_own_and_leave_the_generator_alone(setting):
     with in_process.tasks_here():
         held_out = HeldOutLoss(run, Worker(CPU))
         torch.set_rng_state(state)
-        first, again = (held_out.evaluate(loss, autocast) for _ in range(2))
+        first, second = (held_out.evaluate(loss, autocast) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
-    assert first["eval_loss"] == again["eval_loss"] > 0 and "eval_loss_by_time" not in first
+    assert first["eval_loss"] == second["eval_loss"] > 0 and "eval_loss_by_time" not in first
 
 
 def trained(run, writer=in_process.NoCheckpoints):
-    """Log lines, and the weights."""
+    """Return log lines and weights."""
     lines = []
     with in_process.tasks_here(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(callbacks, "append_line", lambda _, text: lines.append(json.loads(text)))
@@ -116,67 +116,62 @@ def trained(run, writer=in_process.NoCheckpoints):
     return lines, optimizer and {name: value.clone() for name, value in optimizer.named().items()}
 
 
-def test_training_goes_on_as_if_nothing_had_been_measured(setting):
-    """Every other step and at the end, each a line of the log and, where there is one, in the checkpoint."""
-    saved = []
+@pytest.fixture
+def recorder():
+    """Return a checkpoint writer that records steps and held-out losses in its list `saved`."""
 
-    class Writer(in_process.NoCheckpoints):
+    class Recorder(in_process.NoCheckpoints):
+        saved = []
+
         def save(self, progress):
-            saved.append((progress.step, progress.eval_loss))
+            self.saved.append((progress.step, progress.eval_loss))
 
+    return Recorder
+
+
+def test_held_out_loss_is_logged_and_saved_without_changing_training(setting, recorder):
+    """It is measured every other step and at the end."""
     run = resolved(setting, steps=5, log_freq=5, save_freq=4)
-    lines, weights = trained(run, Writer)
+    lines, weights = trained(run, recorder)
     plain, expected = trained(with_config(run, replace(run.config, eval_steps=0)))
     assert [(line["step"], "eval_loss" in line) for line in lines] == [(2, True), (4, True), (5, True)]
     assert ["eval_loss" in line for line in plain] == [False]
     assert 2 * lines[0]["loss"] + 2 * lines[1]["loss"] + lines[2]["loss"] == pytest.approx(5 * plain[0]["loss"])
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
     assert len({line["eval_loss"] for line in lines}) == 3
-    assert saved == [(4, lines[1]["eval_loss"]), (5, lines[2]["eval_loss"])]
+    assert recorder.saved == [(4, lines[1]["eval_loss"]), (5, lines[2]["eval_loss"])]
 
 
-def test_a_loss_without_rows_that_could_not_be_read_does_not_decide_which_checkpoint_is_best(setting, monkeypatch):
-    saved, readable = [], HeldOutLoss._summary
+def test_held_out_loss_with_unreadable_rows_does_not_choose_the_best_checkpoint(setting, recorder, monkeypatch):
+    summary = HeldOutLoss._summary
 
-    class Writer(in_process.NoCheckpoints):
-        def save(self, progress):
-            saved.append((progress.step, progress.eval_loss))
-
-    def with_a_hole(self, losses, counted, times):
+    def with_unreadable_row(self, losses, counted, times):
         counted[: self._per_row] = 0
-        return readable(self, losses, counted, times)
+        return summary(self, losses, counted, times)
 
     run = resolved(setting, steps=2, log_freq=1, save_freq=2, eval_steps=2)
-    monkeypatch.setattr(HeldOutLoss, "_summary", with_a_hole)
-    lines, _ = trained(run, Writer)
+    monkeypatch.setattr(HeldOutLoss, "_summary", with_unreadable_row)
+    lines, _ = trained(run, recorder)
     assert lines[-1]["eval_skipped"] == 1 and lines[-1]["eval_loss"] > 0
-    assert saved == [(2, None)]
+    assert recorder.saved == [(2, None)]
 
 
-def test_the_averaged_weights_are_measured(setting):
-    """And the training goes on with the others. Beside it: the measure of a policy that has these weights."""
+def test_averaged_weights_are_measured_without_changing_training(setting):
     options = {"steps": 4, "log_freq": 2, "ema.enable": "true", "ema.decay": 0.5}
     run = resolved(setting, **options)
     lines, weights = trained(run)
-    _, expected = trained(with_config(run, replace(run.config, eval_steps=0)))
-    assert all(torch.equal(weights[name], value) for name, value in expected.items())
-    made = []
-
-    def kept(*args):
-        made.append(build_optimizer(*args))
-        return made[0]
-
-    in_process.train(with_config(run, replace(run.config, eval_steps=0)), make_optimizer=kept)
+    with in_process.tasks_here():
+        optimizer = in_process.train(with_config(run, replace(run.config, eval_steps=0)))
+    assert all(torch.equal(weights[name], value) for name, value in optimizer.named().items())
     loss, autocast = build_model(run.policy, CPU)
-    (optimizer,) = made
     averaged = dict(zip(optimizer.names, optimizer.average, strict=True))
     loss.policy.load_state_dict(averaged, strict=False)
     with in_process.tasks_here():
-        by_hand = HeldOutLoss(run, Worker(CPU)).evaluate(loss, autocast)
-    assert lines[-1]["eval_loss"] == pytest.approx(by_hand["eval_loss"], rel=1e-6)
+        expected = HeldOutLoss(run, Worker(CPU)).evaluate(loss, autocast)
+    assert lines[-1]["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
 
 
-def test_the_best_by_the_held_out_loss_is_exported_in_averaged_weights(setting):
+def test_best_checkpoint_is_exported_with_averaged_weights(setting):
     options = {"steps": 4, "log_freq": 1, "eval_steps": 1, "save_freq": 1, "keep_checkpoints": 1, "export": "best"}
     options |= {"ema.enable": "true", "ema.decay": 0.5, "lr": 0.3, "warmup_frac": 0}
     run = resolved(setting, output_dir=setting[0] / "best", **options)
@@ -184,9 +179,9 @@ def test_the_best_by_the_held_out_loss_is_exported_in_averaged_weights(setting):
         in_process.train(run, worker=in_process.alone(run), make_checkpoints=CheckpointWriter)
     lines = [json.loads(line) for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
     least, best = min((line["eval_loss"], line["step"]) for line in lines)
-    assert best != 4  # at this learning rate it gets worse
-    kept = sorted(run.job.checkpoints_dir.glob("step_*"))
-    assert [path.name for path in kept] == [f"step_{best:08d}", "step_00000004"]
+    assert best != 4  # the loss rises at this learning rate
+    checkpoints = sorted(run.job.checkpoints_dir.glob("step_*"))
+    assert [path.name for path in checkpoints] == [f"step_{best:08d}", "step_00000004"]
     assert describe_exported(run.config, run.job) == (
         f": step {best} of 4, held-out loss {least:.4g}, averaged weights (--ema.enable)"
     )
@@ -195,11 +190,11 @@ def test_the_best_by_the_held_out_loss_is_exported_in_averaged_weights(setting):
     assert not (run.job.output_dir / "evaluation.json").exists()  # it was of another policy
     assert json.loads((run.job.output_dir / "pretrained_model" / "robot.json").read_text())["step"] == best
     exported = load_file(run.job.output_dir / "pretrained_model" / "model.safetensors")
-    averages = load_file(kept[0] / "attempt-00000" / "average.safetensors")
+    averages = load_file(checkpoints[0] / "attempt-00000" / "average.safetensors")
     assert averages and all(torch.equal(exported[name.removeprefix("average.")], averages[name]) for name in averages)
 
 
-def test_a_run_that_is_asked_to_stop_does_not_measure_first(setting):
+def test_stopped_run_does_not_measure_held_out_loss(setting):
     run = resolved(setting, steps=5, output_dir=setting[0] / "stopped")
     run.job.output_dir.mkdir()
     (run.job.output_dir / STOP_NAME).touch()
@@ -216,6 +211,6 @@ def test_a_run_that_is_asked_to_stop_does_not_measure_first(setting):
         ({"eval_steps": 30, "keep_best": 1, "save_freq": 100}, "a --save_freq that is a multiple of --eval_steps"),
     ],
 )
-def test_what_does_not_go_together_is_refused(flags, message):
+def test_invalid_held_out_options_are_refused(flags, message):
     with pytest.raises(ValueError, match=message):
         parse_args(["--preset=demo", *(f"--{name}={value}" for name, value in flags.items())])
