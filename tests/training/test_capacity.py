@@ -1,4 +1,4 @@
-"""What fits which GPU, and the error for a run that does not fit."""
+"""Presets against the memory of their GPUs, and the error for a run that does not fit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +24,11 @@ from vla_finetuning.training.memory import GIB, StepMemory, step_memory
 
 PATHS = ("--dataset.root=d", "--output_dir=o")
 CAMERAS, FRAME, PROMPT = (1, 2, 3), (480, 640), 200
-MODES = get_args(TrainMode)  # from what trains least
+MODES = get_args(TrainMode)  # from the fewest trained parameters to the most
 
 
 def modes_of(preset):
-    """The mode that a preset names, and those that train less."""
+    """Return the preset's mode and those that train less."""
     return MODES[: MODES.index(PRESETS[preset]["train.mode"]) + 1]
 
 
@@ -37,7 +37,7 @@ def config_of(preset, mode):
 
 
 def plan_of_options(config, cameras):
-    """The memory plan of a worker of a run of PI0.5 at its real size, from pretrained weights, with these options."""
+    """Plan a worker's memory for PI0.5 at its real size from pretrained weights."""
     policy = PreTrainedConfig.get_choice_class("pi05")(device="cpu", pretrained_path=Path("pi05_base"))
     policy.output_features = {ACTION: PolicyFeature(FeatureType.ACTION, (policy.max_action_dim,))}
     policy = family_of(policy).with_cameras(policy, cameras, PROMPT)
@@ -46,39 +46,35 @@ def plan_of_options(config, cameras):
 
 
 def plan_of_grpo(preset, cameras):
-    """The same of a run of `grpo.py`, whose micro-batches have all random steps of a row."""
+    """Plan a worker of `grpo.py`, whose micro-batches have all random steps of a row."""
     config = parse_grpo([f"--preset={preset}", "--policy.path=p", "--env.type=two_bins", "--output_dir=o"])
     training = config.training()
     train = replace(training.train, noise_draws=config.grpo.flow_steps)
     return plan_of_options(replace(training, train=train), cameras)
 
 
-# Each takes what the preset it stands for takes, camera by camera.
+# Presets with the same options as another.
 ALIKE = {"h100": "a100", "b200": "h200"}
-# Planned in every run of the tests, as the preset says and with three cameras; all else is slow.
-QUICK = {"l4"}
+QUICK = ("l4", modes_of("l4")[-1], 3)  # all other cases are slow
 CASES = [
-    pytest.param(
-        preset, mode, n, marks=[] if preset in QUICK and (mode, n) == (modes_of(preset)[-1], 3) else pytest.mark.slow
-    )
+    pytest.param(preset, mode, n, marks=[] if (preset, mode, n) == QUICK else pytest.mark.slow)
     for preset in OF_PRESET
     if preset not in ALIKE
-    # What trains more than the preset's own mode takes other flags: the refusal names them.
     for mode in modes_of(preset)
     for n in CAMERAS
 ]
 
 
 @pytest.mark.parametrize(("preset", "mode", "cameras"), CASES)
-def test_a_preset_is_planned_to_fit_with_4_gib_to_spare(preset, mode, cameras):
+def test_preset_fits_with_4_gib_to_spare(preset, mode, cameras):
     needed = plan_of_options(config_of(preset, mode), cameras).needed
     for name in (preset, *(name for name, other in ALIKE.items() if other == preset)):
         assert needed / GIB + 4 <= OF_PRESET[name].gib
 
 
-# All but l4 differ in their card alone, of which this is the smallest.
+# Presets other than l4 differ only in their card, of which a100_40's is the smallest.
 @pytest.mark.parametrize("preset", ["l4", pytest.param("a100_40", marks=pytest.mark.slow)])
-def test_a_preset_of_grpo_is_planned_to_fit_with_4_gib_to_spare(preset):
+def test_preset_of_grpo_fits_with_4_gib_to_spare(preset):
     assert plan_of_grpo(preset, 3).needed / GIB + 4 <= OF_PRESET[preset].gib
     assert GRPO_PRESETS.keys() == PRESETS.keys()
     # RLinf's examples/embodiment/config/libero_10_grpo_openpi_pi05.yaml: actor.optim.lr, actor.global_batch_size.
@@ -86,7 +82,7 @@ def test_a_preset_of_grpo_is_planned_to_fit_with_4_gib_to_spare(preset):
     assert all(GRPO_PRESETS[other] == GRPO_PRESETS["a100_40"] for other in OF_PRESET if other != "l4")
 
 
-def test_presets_train_on_as_many_rows_as_they_say_in_one_micro_step():
+def test_presets_have_their_global_batch_size_in_one_micro_step():
     assert OF_PRESET.keys() == PRESETS.keys() - {"demo"}
     rows = {"l4": 64, "a100_40": 128, "a100": 128, "h100": 128, "h200": 256, "b200": 256}
     configs = {preset: config_of(preset, PRESETS[preset]["train.mode"]) for preset in OF_PRESET}
@@ -103,19 +99,19 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def planned(tiny):
-    """The plan of options, made once for those that are equal."""
-    plan, made = planned_memory(tiny.policy, tiny.rows.frames), {}
+    """Return a cached function from options to their plan."""
+    plan, plans = planned_memory(tiny.policy, tiny.rows.frames), {}
 
-    def of(config):
+    def cached(config):
         key = repr(config)
-        if key not in made:
-            made[key] = plan(config)
-        return made[key]
+        if key not in plans:
+            plans[key] = plan(config)
+        return plans[key]
 
-    return of
+    return cached
 
 
-def test_a_run_that_does_not_fit_is_refused_with_what_does(tiny, planned):
+def test_run_that_does_not_fit_is_refused_with_flags_that_fit(tiny, planned):
     needed = planned(tiny.config)
     check_capacity(tiny.config, needed, planned, needed.needed / GIB)
     with pytest.raises(ValueError, match="GiB per worker .planned., and the GPU found here .* fit with") as error:
@@ -137,19 +133,19 @@ def test_a_run_that_does_not_fit_is_refused_with_what_does(tiny, planned):
         check_capacity(tiny.config, needed, planned, 0.1, "muon")
 
 
-def test_whose_memory_counts(tiny):
-    def of(accelerator_type=None, preset=None, **changes):
+def test_card_is_the_gpu_found_or_that_of_the_preset(tiny):
+    def config_with(accelerator_type=None, preset=None, **changes):
         scaling = replace(tiny.config.scaling, accelerator_type=accelerator_type, **changes)
         return replace(tiny.config, scaling=scaling, preset=preset)
 
-    assert card_of(of("L4", "h100"), 79.2) == ("L4", CARDS_GIB["L4"])
-    assert card_of(of(None, "h100"), 22.5) == ("the GPU found here", 22.5)
-    assert card_of(of(None, "h100"), None) == ("H100", CARDS_GIB["H100"])
-    assert card_of(of("T4"), 15.0) is None and card_of(of(), None) is None
-    assert card_of(of(None, "h100", use_gpu=False), 22.5) is None
+    assert card_of(config_with("L4", "h100"), 79.2) == ("L4", CARDS_GIB["L4"])
+    assert card_of(config_with(None, "h100"), 22.5) == ("the GPU found here", 22.5)
+    assert card_of(config_with(None, "h100"), None) == ("H100", CARDS_GIB["H100"])
+    assert card_of(config_with("T4"), 15.0) is None and card_of(config_with(), None) is None
+    assert card_of(config_with(None, "h100", use_gpu=False), 22.5) is None
 
 
-def test_micro_batches_that_wait_for_an_exact_mean_are_planned(tiny, planned):
+def test_plan_counts_micro_batches_that_wait_for_an_exact_mean(tiny, planned):
     config, rows = replace(tiny.config, grad_accum=4), tiny.config.batch_size
     exact = planned(replace(config, train=replace(config.train, exact_mean=True)))
     policy = tiny.policy.config
@@ -159,7 +155,7 @@ def test_micro_batches_that_wait_for_an_exact_mean_are_planned(tiny, planned):
     assert exact.needed - planned(config).needed == 3 * rows * of_row and exact.peak == planned(config).peak
 
 
-def test_the_plan_says_what_fits_and_where_host_memory_is_too_little_for_a_checkpoint(tiny, planned, monkeypatch):
+def test_plan_names_cards_that_fit_and_too_little_host_memory(tiny, planned, monkeypatch):
     needed = replace(planned(tiny.config), peak=50 * GIB, beside=4 * GIB)
     size = 12 * tiny.policy.parameters.trainable
     monkeypatch.setattr(capacity, "get_system_memory", lambda: size)
@@ -173,7 +169,7 @@ def test_the_plan_says_what_fits_and_where_host_memory_is_too_little_for_a_check
 
 
 @pytest.mark.parametrize("workers, gpus, planned", [(16, 0, 8), (12, 0, 6), (16, 4, 4), (2, 8, 2)])
-def test_hsdp_is_planned_with_the_workers_that_a_node_may_have(tiny, monkeypatch, workers, gpus, planned):
+def test_hsdp_is_planned_with_the_workers_of_a_node(tiny, monkeypatch, workers, gpus, planned):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(capacity, "is_local", lambda: True)
     scaling = replace(tiny.config.scaling, strategy="hsdp", num_workers=workers)
@@ -182,19 +178,19 @@ def test_hsdp_is_planned_with_the_workers_that_a_node_may_have(tiny, monkeypatch
     assert planned_shards(replace(config, scaling=replace(scaling, shard_workers=1))) == 1
     plan = describe_memory(config, StepMemory(0, 0, 0, 0, 0, 0), 0)
     assert f"planned with {planned} workers on a node" in plan
-    monkeypatch.setattr(capacity, "is_local", lambda: False)  # a head's own GPUs say nothing of its cluster's
+    monkeypatch.setattr(capacity, "is_local", lambda: False)  # the head's GPUs are not the cluster's
     assert planned_shards(config) == max(n for n in range(1, 9) if workers % n == 0)
 
 
-def test_a_way_without_shards_leaves_out_their_number(tiny):
+def test_suggested_flags_leave_out_shard_workers_without_hsdp(tiny):
     scaling = replace(tiny.config.scaling, strategy="hsdp", num_workers=4, shard_workers=2)
-    ways = dict(capacity._smaller(replace(tiny.config, scaling=scaling), True, "adamw"))
-    way = ways["--scaling.strategy fsdp2 (without --scaling.shard_workers) --train.activation_checkpointing true"]
-    assert (way.scaling.strategy, way.scaling.shard_workers) == ("fsdp2", None)
-    assert ways["--train.activation_checkpointing true"].scaling == scaling
+    suggestions = dict(capacity._smaller(replace(tiny.config, scaling=scaling), True, "adamw"))
+    flags = "--scaling.strategy fsdp2 (without --scaling.shard_workers) --train.activation_checkpointing true"
+    assert (suggestions[flags].scaling.strategy, suggestions[flags].scaling.shard_workers) == ("fsdp2", None)
+    assert suggestions["--train.activation_checkpointing true"].scaling == scaling
 
 
-def test_a_dry_run_shows_it_and_ends_with_the_refusal(tmp_path, monkeypatch, capsys):
+def test_dry_run_shows_plan_or_refusal(tmp_path, monkeypatch, capsys):
     flags = in_process.flags(in_process.make_setting(tmp_path), **{"scaling.use_gpu": "true", "dry_run": "true"})
     assert vla.main(flags) == 0
     assert "fits (planned): L4 (22 GiB)" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The estimate of a step's memory against what a real tiny policy takes."""
+"""The estimate of a step's memory against tensors and torch's profile of a real tiny policy."""
 
 import functools
 from dataclasses import replace
@@ -50,7 +50,6 @@ def estimate(mode, attention, checkpointing, bf16, accum):
 
 
 def options_of(mode, bf16, **train):
-    """Return the options of one worker."""
     return Config(
         scaling=ScalingOptions(num_workers=1),
         train=TrainOptions(mode=mode, precision="bf16" if bf16 else "fp32", **train),
@@ -62,45 +61,45 @@ def storages(tensors):
 
 
 @CASES
-def test_every_part_is_what_a_real_step_holds(mode, attention, checkpointing, bf16, accum, monkeypatch):
+def test_each_part_of_the_estimate_equals_a_real_step(mode, attention, checkpointing, bf16, accum, monkeypatch):
     loss, optimizer = build(mode, attention, checkpointing, bf16)
-    found = estimate(mode, attention, checkpointing, bf16, accum)
+    planned = estimate(mode, attention, checkpointing, bf16, accum)
     batch, noise, time = make_batch(loss.policy, ROWS)
-    own = [*loss.parameters(), *loss.buffers()]
-    assert found.weights == sum(tensor.nbytes for tensor in own)
+    module_tensors = [*loss.parameters(), *loss.buffers()]
+    assert planned.weights == sum(tensor.nbytes for tensor in module_tensors)
 
     saved = {}
 
-    def keep(tensor):
+    def record(tensor):
         saved.update(storages([tensor]))
         return tensor
 
     def hooks_within(pack, unpack):
-        """Only the innermost hooks are asked: those of a perceptron tell what they keep, too."""
+        """Record also what the inner hooks of a perceptron keep, as torch calls only the innermost."""
 
         def both(tensor):
             packed = pack(tensor)
-            return keep(packed) if isinstance(packed, torch.Tensor) else packed
+            return record(packed) if isinstance(packed, torch.Tensor) else packed
 
         return torch.autograd.graph.saved_tensors_hooks(both, unpack)
 
     monkeypatch.setattr(recompute, "saved_tensors_hooks", hooks_within)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", enabled=bf16):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t), torch.autocast("cpu", enabled=bf16):
         result = loss(batch, noise, time)
-    for known in storages([*own, *batch.values(), noise, time]):
+    for known in storages([*module_tensors, *batch.values(), noise, time]):
         saved.pop(known, None)
-    assert found.saved == pytest.approx(sum(saved.values()), rel=0.01)
+    assert planned.saved == pytest.approx(sum(saved.values()), rel=0.01)
 
     result.backward()
-    assert found.gradients == sum(p.grad.nbytes for p in loss.parameters() if p.grad is not None)
+    assert planned.gradients == sum(p.grad.nbytes for p in loss.parameters() if p.grad is not None)
     optimizer.step(0)
-    assert found.optimizer == sum(tensor.nbytes for tensor in optimizer.state().values())
+    assert planned.optimizer == sum(tensor.nbytes for tensor in optimizer.state().values())
 
 
 @CASES
-def test_the_peak_is_what_pytorchs_profiler_sees(mode, attention, checkpointing, bf16, accum):
+def test_peak_equals_torch_profile(mode, attention, checkpointing, bf16, accum):
     loss, optimizer = build(mode, attention, checkpointing, bf16)
-    found = estimate(mode, attention, checkpointing, bf16, accum)
+    planned = estimate(mode, attention, checkpointing, bf16, accum)
     batch, noise, time = make_batch(loss.policy, ROWS)
 
     def step(number):
@@ -119,22 +118,23 @@ def test_the_peak_is_what_pytorchs_profiler_sees(mode, attention, checkpointing,
     step(0)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step(1)
-    peak = peak_of(profiler)
-    held = found.weights + found.optimizer + sum(tensor.nbytes for tensor in (*batch.values(), noise, time))
-    assert found.peak - held == pytest.approx(peak, rel=0.05)
+    at_start = planned.weights + planned.optimizer + sum(tensor.nbytes for tensor in (*batch.values(), noise, time))
+    assert planned.peak - at_start == pytest.approx(peak_of(profiler), rel=0.05)
 
 
-def test_later_micro_batches_take_no_more_than_the_one_that_is_planned(monkeypatch):
-    """With few rows, when weights and gradients in bf16 take more than activations."""
+def test_later_micro_batches_need_no_more_than_the_planned_one(monkeypatch):
+    """With one row, weights and gradients in bf16 need more than activations."""
     options, steps = replace(options_of("full", True), batch_size=1, grad_accum=3), []
     planned = step_memory(make_config(2), options, cameras=2)
     monkeypatch.setattr(memory, "hold_gradients", lambda loss: steps.append(loss))
-    monkeypatch.setattr(memory, "train_step", lambda *args, **given: train_step(*args, **{**given, "grad_accum": 3}))
+    monkeypatch.setattr(
+        memory, "train_step", lambda *args, **options: train_step(*args, **{**options, "grad_accum": 3})
+    )
     assert step_memory(make_config(2), options, cameras=2).peak == planned.peak and steps
 
 
 def peak_of(profiler):
-    """Bytes beyond those at its start, at the worst moment of what it watched."""
+    """Return the peak bytes of a profile beyond those at its start."""
     events = sorted(
         (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"),
         key=lambda event: event.start_ns(),
@@ -146,7 +146,7 @@ def peak_of(profiler):
     return peak
 
 
-def test_the_fewest_workers_of_an_elastic_group_have_the_most_micro_batches():
+def test_elastic_run_is_planned_with_the_micro_batches_of_its_fewest_workers():
     def planned(accum, *workers):
         scaling = ScalingOptions(strategy="fsdp2", min_workers=workers[0], num_workers=workers[-1])
         options = replace(options_of("full", False), scaling=scaling, batch_size=ROWS, grad_accum=accum)
