@@ -1,4 +1,4 @@
-"""Action chunks that a plan describes, against those that pandas reads."""
+"""Action chunks of a plan and their tokens, against chunks that pandas reads."""
 
 import re
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ SPARE_WORDS, CHUNK = 270, 6
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    """A folder with datasets of two robots, and a policy for the wider one."""
+    """Make datasets of two robots, and a policy for the wider one."""
     folder = tmp_path_factory.mktemp("chunks")
     make_dataset(folder / "narrow", episodes=(9, 8), action_dim=3, seed=1)
     root = make_dataset(folder / "wide", episodes=(12, 9, 10), action_dim=5)
@@ -36,7 +36,7 @@ def resolved(setting, name, **changes):
 
 
 def actions_of(root):
-    """Each row's actions from it on; the last of its episode repeats."""
+    """Return each row's chunk of actions, which repeats the last of its episode."""
     rows = pd.concat(map(pd.read_parquet, sorted((root / "data").rglob("*.parquet")))).sort_values("index")
     episodes = [np.stack(group["action"].to_list()) for _, group in rows.groupby("episode_index")]
     chunks = [
@@ -47,20 +47,20 @@ def actions_of(root):
     return np.stack(chunks).astype(np.float64)
 
 
-def test_chunks_are_in_units_of_the_action_also_before_statistics_are_computed(setting):
-    wanted = actions_of(setting[1])
-    low, high = (np.quantile(wanted.reshape(-1, 5), share, axis=0) for share in (0.01, 0.99))
+def test_sampled_chunks_equal_stored_actions_with_and_without_statistics(setting):
+    expected = actions_of(setting[1])
+    low, high = (np.quantile(expected.reshape(-1, 5), share, axis=0) for share in (0.01, 0.99))
     for statistics in ("stored", "exact"):
         run = resolved(setting, statistics, **{"dataset.statistics": statistics})
         (chunks,) = sample_chunks(run)
         assert bool(run.robots[0].missing_stats) == (statistics == "exact")
-        np.testing.assert_allclose(chunks.actions, wanted, atol=1e-5)
+        np.testing.assert_allclose(chunks.actions, expected, atol=1e-5)
         assert chunks.names == tuple(f"motor_{number}" for number in range(5))
-    np.testing.assert_allclose(chunks.values, 2 * (wanted - low) / (high - low) - 1, atol=1e-4)
+    np.testing.assert_allclose(chunks.values, 2 * (expected - low) / (high - low) - 1, atol=1e-4)
 
 
 @pytest.mark.parametrize("statistics", ["stored", "exact"])
-def test_each_robots_chunks_have_its_own_entries(setting, tmp_path, statistics):
+def test_chunks_of_each_robot_have_its_dimensions(setting, tmp_path, statistics):
     mixture = {"members": [{"root": str(setting[0] / name), "robot": name} for name in ("narrow", "wide")]}
     (tmp_path / "mix.yaml").write_text(yaml.safe_dump(mixture))
     mixed = {"dataset.root": None, "dataset.mixture": f"@{tmp_path / 'mix.yaml'}", "dataset.statistics": statistics}
@@ -72,7 +72,7 @@ def test_each_robots_chunks_have_its_own_entries(setting, tmp_path, statistics):
     assert "narrow: as" in describe_chunks(run)[0]
 
 
-def test_a_short_run_fits_to_a_whole_epoch_and_not_to_rows_that_could_not_be_read(setting, monkeypatch):
+def test_tokenizer_of_short_run_is_fitted_to_an_epoch_without_unreadable_rows(setting, monkeypatch):
     run = resolved(setting, "short", steps=1, batch_size=2)
     batch = {"action": np.arange(3)[:, None, None] * np.ones((1, CHUNK, 5)), "is_skipped": np.arange(3) == 1}
     streams = []
@@ -83,27 +83,25 @@ def test_a_short_run_fits_to_a_whole_epoch_and_not_to_rows_that_could_not_be_rea
     assert chunks.values[:, 0, 0].tolist() == [0, 2]
 
 
-def test_the_plan_counts_tokens_and_says_how_far_actions_are_off(setting):
+def test_plan_shows_token_counts_and_errors_of_actions(setting):
     run = resolved(setting, "plan")
     (chunks,) = sample_chunks(run)
     tokenizer = ActionTokenizer.fit(chunks.values, SPARE_WORDS - 2)
     tokens = tokenizer.encode(chunks.values)
-    back = chunks.zero + tokenizer.decode(tokens, (CHUNK, 5)) * (chunks.one - chunks.zero)
-    apart = np.abs(back - actions_of(setting[1]))
+    decoded = chunks.zero + tokenizer.decode(tokens, (CHUNK, 5)) * (chunks.one - chunks.zero)
+    errors = np.abs(decoded - actions_of(setting[1]))
     counts = sorted(map(len, tokens))
-    first, *errors, last = describe_chunks(run)
-    middle, most, rows = map(
-        int, re.search(r": (\d+) a chunk of 30 entries \(at most (\d+)\) in (\d+)", first).groups()
-    )
-    assert (middle, most, rows) == (round(float(np.median(counts))), counts[-1], len(apart)) and "fitted" in last
-    assert describe_tokens(tokenizer, [chunks]) == [first, *errors]
-    text = " ".join(" ".join(errors).split())
+    first, *error_lines, last = describe_chunks(run)
+    numbers = re.search(r": (\d+) a chunk of 30 entries \(at most (\d+)\) in (\d+)", first).groups()
+    assert [*map(int, numbers)] == [round(float(np.median(counts))), counts[-1], len(errors)] and "fitted" in last
+    assert describe_tokens(tokenizer, [chunks]) == [first, *error_lines]
+    text = " ".join(" ".join(error_lines).split())
     for number in range(5):
         mean, largest = re.search(rf"motor_{number} (\S+) \((\S+)\)", text).groups()
-        assert float(mean) == pytest.approx(apart[..., number].mean(), rel=0.06)
-        assert float(largest) == pytest.approx(apart[..., number].max(), rel=0.06)
+        assert float(mean) == pytest.approx(errors[..., number].mean(), rel=0.06)
+        assert float(largest) == pytest.approx(errors[..., number].max(), rel=0.06)
 
 
-def test_a_policy_that_learns_no_tokens_reads_no_chunks(setting, monkeypatch):
+def test_policy_without_action_tokens_reads_no_chunks(setting, monkeypatch):
     monkeypatch.setattr("vla_finetuning.training.chunks.sample_chunks", lambda run: pytest.fail("read"))
     assert describe_chunks(resolved(setting, "plain", **{"train.knowledge_insulation": None})) == []

@@ -1,4 +1,4 @@
-"""An installed `lerobot_policy_*` with a policy that nobody here knows: trained as `lerobot-train` trains it."""
+"""An installed `lerobot_policy_*` package with an unknown policy, against `lerobot-train`."""
 
 import sys
 
@@ -7,10 +7,9 @@ import torch
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.factory import make_pre_post_processors
 
-from tests import in_process
 from tests.datasets import make_dataset
 from tests.tiny_backbones import KINDS, Kind
-from tests.training.test_as_lerobot import lerobots, relative, resolved, resolved_from
+from tests.training.test_as_lerobot import lerobots, relative, resolved, resolved_from, trained
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.policies.family import Family
 from vla_finetuning.policies.registry import describe_unproven, family_of, find_type
@@ -66,8 +65,8 @@ class XyzPolicy(PreTrainedPolicy):
     def __init__(self, config, **_):
         super().__init__(config)
         self.actions = (config.chunk_size, *config.output_features["action"].shape)
-        seen = config.input_features["observation.state"].shape[0] + 3 * len(config.image_features) + 1
-        sizes = seen, config.width, self.actions[0] * self.actions[1]
+        inputs = config.input_features["observation.state"].shape[0] + 3 * len(config.image_features) + 1
+        sizes = inputs, config.width, self.actions[0] * self.actions[1]
         self.layers = torch.nn.Sequential(torch.nn.Linear(*sizes[:2]), torch.nn.ReLU(), torch.nn.Linear(*sizes[1:]))
 
     def predict_action_chunk(self, batch, **_):
@@ -100,7 +99,7 @@ def make_xyz_pre_post_processors(config, dataset_stats=None):
 
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
-    """A dataset, where the package is installed."""
+    """Install the package and make a dataset."""
     package, metadata = tmp_path / "lerobot_policy_xyz", tmp_path / "lerobot_policy_xyz-1.0.dist-info" / "METADATA"
     package.mkdir()
     for name, source in SOURCES.items():
@@ -115,18 +114,17 @@ def dataset(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_ten_steps_of_an_installed_policy_are_lerobots_own(dataset):
+def test_ten_steps_of_an_installed_policy_equal_lerobot_train(dataset):
     run = resolved(dataset, "xyz")
     assert "unproven here: it is trained by its own forward, which no test compares" in describe(run)
-    torch.manual_seed(run.config.seed)
-    trained = in_process.train(run, in_process.RunRows(run)).named()
+    weights = trained(run)
     expected = lerobots(run, dataset)[0].state_dict()
     start = run.policy.start().state_dict()
-    assert trained.keys() == expected.keys() and max(relative(trained, start).values()) > 1e-3
-    assert max(relative(trained, expected).values()) <= 1e-6
+    assert weights.keys() == expected.keys() and max(relative(weights, start).values()) > 1e-3
+    assert max(relative(weights, expected).values()) <= 1e-6
 
 
-def test_its_weights_are_fine_tuned(dataset, tmp_path):
+def test_run_starts_from_saved_weights_of_an_installed_policy(dataset, tmp_path):
     run = resolved(dataset, "xyz")
     policy = run.policy.start()
     for part in (policy, *make_pre_post_processors(policy.config, dataset_stats=run.policy.robots[0].stats)):
@@ -135,7 +133,7 @@ def test_its_weights_are_fine_tuned(dataset, tmp_path):
     assert all(torch.equal(start[name], value) for name, value in policy.state_dict().items())
 
 
-def test_a_policy_that_derives_from_a_known_one_is_trained_by_its_own_forward(dataset):
+def test_policy_derived_from_a_known_type_is_trained_by_its_own_forward(dataset):
     find_type("xyz_act")
     derived = PreTrainedConfig.get_choice_class("xyz_act")()
     assert family_of(derived).type == "xyz_act" and type(family_of(derived)) is Family

@@ -1,4 +1,4 @@
-"""The optimizer's step on shards, beside PyTorch's own clipping and AdamW of DTensors."""
+"""The optimizer's step on shards against PyTorch's clipping and AdamW of DTensors."""
 
 import copy
 
@@ -18,7 +18,7 @@ STEPS, CLIP_NORM, NAN_STEP = 6, 0.5, 3
 MESHES = {"fsdp2": [0, 1], "hsdp": [[0, 1], [2, 3]]}
 
 
-class Seen(TorchDispatchMode):
+class Counts(TorchDispatchMode):
     """Counts operations on DTensors, and collectives."""
 
     def __init__(self):
@@ -33,7 +33,7 @@ class Seen(TorchDispatchMode):
 
 def update(rank, world, strategy):
     torch.manual_seed(0)
-    # A row less than there are shards, too: then one is empty.
+    # The last layer has fewer rows than there are shards: one is empty.
     layers = nn.Sequential(*(nn.Linear(4, rows) for rows in (8, 5, 1)))
     names = ("replicas", "shards")[-1 if strategy == "fsdp2" else 0 :]
     mesh = DeviceMesh("cpu", MESHES[strategy], mesh_dim_names=names)
@@ -41,55 +41,56 @@ def update(rank, world, strategy):
     options = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     for module in (ours, theirs):
         fully_shard(module, mesh=mesh)
-    mine = make_trainable_optimizer(ours, schedule=lambda step: 0.1 / (step + 1), clip_norm=CLIP_NORM, **options)
+    optimizer = make_trainable_optimizer(ours, schedule=lambda step: 0.1 / (step + 1), clip_norm=CLIP_NORM, **options)
     reference = torch.optim.AdamW(theirs.parameters(), lr=0.0, fused=True, **options)
     start = [full_tensor(param.detach()).clone() for param in ours.parameters()]
-    found = {"norms": [], "skipped": []}
+    results = {"norms": [], "reference norms": [], "skipped": []}
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
         for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            # Below the norm that is clipped in the last step, above it in the others.
+            # The norm is below the limit in the last step, above it in the others.
             gradient = torch.randn(param.shape, generator=generator) * (0.01 if step == STEPS - 1 else 1.0)
             if step == NAN_STEP and mesh.get_local_rank(mesh.ndim - 1) == 0:  # in every replica
                 gradient.fill_(torch.nan)
             rows = param.to_local().shape[0]
             first = mesh.get_local_rank(mesh.ndim - 1) * -(-param.shape[0] // 2)
             for to in (param, other):
-                own = gradient[first : first + rows].clone()
+                local = gradient[first : first + rows].clone()
                 to.grad = DTensor.from_local(
-                    own, mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+                    local, mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
                 )
-        with Seen() as seen:
-            norm, skipped = mine.step(step)
-        found["norms"].append(norm.item())
-        found["skipped"].append(skipped.item())
-        found["seen"] = [seen.on_dtensors, seen.collectives]
-        with Seen() as seen:
+        with Counts() as counts:
+            norm, skipped = optimizer.step(step)
+        results["norms"].append(norm.item())
+        results["skipped"].append(skipped.item())
+        results["operations"] = [counts.on_dtensors, counts.collectives]
+        with Counts() as counts:
             expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), CLIP_NORM, foreach=True)
             if step != NAN_STEP:
                 reference.param_groups[0]["lr"] = 0.1 / (step + 1)
                 reference.step()
-        found.setdefault("theirs", []).append(full_tensor(expected).item())
-        found["seen by theirs"] = seen.on_dtensors
+        results["reference norms"].append(full_tensor(expected).item())
+        results["reference on dtensors"] = counts.on_dtensors
     pairs = list(zip(ours.parameters(), theirs.parameters(), start, strict=True))
-    found["apart"] = max((full_tensor(a - b)).abs().max().item() for a, b, _ in pairs)
-    found["moved"] = min((full_tensor(a.detach()) - c).abs().max().item() for a, _, c in pairs)
-    moments = [(mine.optimizer.state[a], reference.state[b]) for a, b, _ in pairs]
-    found["moments apart"] = max(
+    results["difference"] = max((full_tensor(a - b)).abs().max().item() for a, b, _ in pairs)
+    results["change"] = min((full_tensor(a.detach()) - c).abs().max().item() for a, _, c in pairs)
+    moments = [(optimizer.optimizer.state[a], reference.state[b]) for a, b, _ in pairs]
+    results["moments difference"] = max(
         full_tensor(a[key] - b[key]).abs().max().item() for a, b in moments for key in ("exp_avg", "exp_avg_sq")
     )
-    found["steps"] = sorted({state["step"].item() for state, _ in moments})
-    return found
+    results["steps"] = sorted({state["step"].item() for state, _ in moments})
+    return results
 
 
 @pytest.mark.parametrize("strategy, world", [("fsdp2", 2), ("hsdp", 4)])
-def test_a_step_on_shards_is_pytorchs_own_on_dtensors(strategy, world):
-    for found in in_ranks(update, strategy, world=world):
+def test_step_on_shards_equals_pytorchs_on_dtensors(strategy, world):
+    for results in in_ranks(update, strategy, world=world):
         finite = [step for step in range(STEPS) if step != NAN_STEP]
-        assert found["skipped"] == [float(step == NAN_STEP) for step in range(STEPS)]
-        assert [found["norms"][n] for n in finite] == pytest.approx([found["theirs"][n] for n in finite], rel=1e-6)
-        assert found["norms"][0] > CLIP_NORM > found["norms"][-1]
-        assert found["apart"] < 1e-6 and found["moments apart"] < 1e-7 and found["moved"] > 0.01
-        assert found["steps"] == [STEPS - 1]
-        # One sum for the norm, and nothing that takes DTensors apart.
-        assert found["seen"] == [0, 1] and found["seen by theirs"] > 0
+        assert results["skipped"] == [float(step == NAN_STEP) for step in range(STEPS)]
+        expected = [results["reference norms"][step] for step in finite]
+        assert [results["norms"][step] for step in finite] == pytest.approx(expected, rel=1e-6)
+        assert results["norms"][0] > CLIP_NORM > results["norms"][-1]
+        assert results["difference"] < 1e-6 and results["moments difference"] < 1e-7 and results["change"] > 0.01
+        assert results["steps"] == [STEPS - 1]
+        # One sum for the norm, and no operation on DTensors.
+        assert results["operations"] == [0, 1] and results["reference on dtensors"] > 0
