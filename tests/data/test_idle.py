@@ -121,6 +121,12 @@ def test_movement_needs_statistics_and_finite_values(meta, tmp_path):
     del known.stats["action"]["max"]
     with pytest.raises(ValueError, match="its statistics have no min and max of 'action'"):
         moving_runs(known, np.arange(2), ["action"], 1.0)
+    for low, problem in ([np.nan, 0, 0], "'min' of 'action' is not finite"), ([0], r"shape \(1,\), expected"):
+        known.stats["action"] |= {"min": np.array(low), "max": np.ones(3)}
+        with pytest.raises(ValueError, match=f"{root}: .*{problem}.*; movement is measured by them"):
+            moving_runs(known, np.arange(2), ["action"], 1.0)
+    with pytest.raises(ValueError, match=f"{root}: .* no vector has these names: give them with --rename_map"):
+        moving_runs(known, np.arange(2), [], 1.0)
     edit_rows(root, "action", lambda values, episode, frame: values.__setitem__((episode == 1) & (frame == 3), np.nan))
     with pytest.raises(ValueError, match=f"dataset {root}: .*action of episode 1, frame 3 holds NaN"):
         moving_runs(load_metadata(root), np.arange(2), ["action"], 1.0)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from vla_finetuning.data.dataset import NUMERIC_DTYPES, DatasetMetadata, Feature
-from vla_finetuning.data.statistics import episode_arrays, in_threads
+from vla_finetuning.data.statistics import episode_arrays, in_threads, stats_problems
 
 # Share of its range within which a dimension counts as still.
 STILL = 1e-3
@@ -66,12 +66,16 @@ def value_span(meta: DatasetMetadata, key: str) -> np.ndarray:
 
 
 def value_range(meta: DatasetMetadata, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the minimum and maximum of a feature in the dataset, float64 (D,) each, in the order of its files."""
-    stats = meta.stats.get(key, {})
-    if not {"min", "max"} <= stats.keys():
+    """Return the minimum and maximum of a feature in the dataset, float64 (D,) each, in the order of its files.
+
+    Raises ValueError if the statistics lack them, or they are not finite or not of the feature's shape.
+    """
+    stats, names = meta.stats.get(key, {}), {"min", "max"}
+    absent = [] if names <= stats.keys() else [f"its statistics have no min and max of {key!r}"]
+    for problem in absent or stats_problems(meta, key, names):
         raise ValueError(
-            f"{meta.root}: its statistics have no min and max of {key!r}, which movement is measured by; of v3.0, "
-            "`lerobot-edit-dataset --operation.type recompute_stats` writes them"
+            f"{meta.root}: {problem}; movement is measured by them. `lerobot-edit-dataset --operation.type "
+            "recompute_stats` writes those of v3.0; delete episodes with NaN first (delete_episodes)"
         )
     return np.ravel(stats["min"]).astype(np.float64), np.ravel(stats["max"]).astype(np.float64)
 
@@ -88,8 +92,13 @@ class Movement:
     def from_metadata(cls, meta: DatasetMetadata, keys: Sequence[str], seconds: float) -> Movement:
         """Return the parameters for runs longer than `seconds` in which the vectors `keys` do not move.
 
-        Raises ValueError for `keys` that are no vectors or have no range in the statistics.
+        Raises ValueError without `keys`, and for those that are no vectors or have no range in the statistics.
         """
+        if not keys:
+            raise ValueError(
+                f"{meta.root}: movement is measured by observation.state and action, and no vector has these names: "
+                "give them with --rename_map, or leave out --skip_idle"
+            )
         if wrong := [key for key in keys if meta.features[key].dtype not in NUMERIC_DTYPES]:
             raise ValueError(f"{meta.root}: {wrong} are no numbers, so when they do not move is unknown")
         features, spans = (meta.features[key] for key in keys), (value_span(meta, key) for key in keys)

@@ -77,11 +77,12 @@ def check_stats(meta: DatasetMetadata, required: Mapping[str, set[str]]) -> None
     Raises ValueError for one that is not finite or of another shape than its feature, or a range upside down.
     """
     for key, required_names in required.items():
-        for problem in _problems(meta, key, required_names & meta.stats.get(key, {}).keys()):
+        for problem in stats_problems(meta, key, required_names & meta.stats.get(key, {}).keys()):
             raise ValueError(f"dataset {meta.root}: {problem}; --dataset.statistics=exact computes all anew")
 
 
-def _problems(meta: DatasetMetadata, key: str, names: set[str]) -> Iterator[str]:
+def stats_problems(meta: DatasetMetadata, key: str, names: set[str]) -> Iterator[str]:
+    """Yield what makes the statistics `names` of a feature unusable."""
     stats, feature = meta.stats.get(key, {}), meta.features.get(key)
     for name in sorted(names):
         value = stats[name]
