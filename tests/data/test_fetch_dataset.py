@@ -1,5 +1,6 @@
 """Datasets from the Hub, which is a stand-in on loopback."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,8 +97,17 @@ def test_fetch_reports_hub_errors_with_remedy(hub, refusal, error, message):
 def test_fetch_without_network_names_offline_mode(hub, monkeypatch):
     hub.shutdown()
     hub.server_close()
-    with pytest.raises(OSError, match="dataset somebody/arm: the Hub cannot be reached.*HF_HUB_OFFLINE"):
+    with pytest.raises(OSError, match="the Hub cannot be reached, and revision 'v3.0' is not in.*HF_HUB_OFFLINE"):
         fetch_dataset(hub.repo_id)
+
+
+def test_fetch_uses_cached_revision_without_network(hub, tmp_path):
+    expected = fetch_dataset(hub.repo_id)
+    hub.shutdown()
+    hub.server_close()
+    assert fetch_dataset(hub.repo_id) == expected
+    shutil.rmtree(tmp_path / "cache" / "datasets--somebody--arm" / "trees")  # an earlier client lists no files there
+    assert fetch_dataset(hub.repo_id) == expected
 
 
 def test_fetch_offline_with_real_client(tmp_path):

@@ -83,7 +83,7 @@ def test_of_a_refused_type_no_more_is_read_or_downloaded_than_its_configuration(
         return str(tmp_path)
 
     monkeypatch.setattr(base_policy, "policy_config_of", None)
-    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: SimpleNamespace(sha="ab" * 20))
+    monkeypatch.setattr(huggingface_hub.HfApi, "resolve_revision", lambda *_, **__: SimpleNamespace(resolved="ab" * 20))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     path = "somebody/lingbot" if on_hub else tmp_path
     argv = [f"--dataset.root={dataset}", f"--policy.path={path}", f"--output_dir={dataset.parent / 'out'}"]

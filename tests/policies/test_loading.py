@@ -113,15 +113,15 @@ def test_what_is_no_policy_is_named(path, kind, message):
 
 def test_a_hub_policy_is_pinned_to_a_commit(saved, monkeypatch):
     commit, info, download = "ab" * 20, Mock(), Mock(return_value=str(saved))
-    info.return_value.sha = commit
-    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", info)
+    info.return_value.resolved = commit
+    monkeypatch.setattr(huggingface_hub.HfApi, "resolve_revision", info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
 
     def look(folder):
         assert folder == saved and download.call_args.kwargs["allow_patterns"] == ["config.json"]
 
     assert fetch_pretrained("lerobot/pi05_base", "v1", look) == (saved, commit)
-    info.assert_called_once_with("lerobot/pi05_base", repo_type="model", revision="v1")
+    info.assert_called_once_with("lerobot/pi05_base", repo_type="model", revision="v1", cache_dir=None)
     patterns = download.call_args.kwargs["allow_patterns"]
     download.assert_called_with("lerobot/pi05_base", repo_type="model", revision=commit, allow_patterns=patterns)
     wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer/tokenizer.json"]

@@ -134,7 +134,7 @@ def fetch_dataset(
 
     if cache_dir is None:
         cache_dir = HF_LEROBOT_HUB_CACHE
-    commit = resolve_commit(repo_id, revision, repo_type="dataset", default_revision="v3.0")
+    commit = resolve_commit(repo_id, revision, repo_type="dataset", default_revision="v3.0", cache_dir=cache_dir)
     folder = download_snapshot(repo_id, commit, repo_type="dataset", cache_dir=cache_dir, allow_patterns=["meta/*"])
     meta = load_metadata(folder)
     needed = _needed_files(meta, select_episodes(meta, episodes), camera_keys)

@@ -6,35 +6,39 @@ Runs on the driver. `huggingface_hub` finds the token itself (`HF_TOKEN` or its 
 from __future__ import annotations
 
 import contextlib
-import logging
-import re
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-logger = logging.getLogger(__name__)
 
-
-def resolve_commit(repo_id: str, revision: str | None, *, repo_type: str, default_revision: str | None = None) -> str:
+def resolve_commit(
+    repo_id: str,
+    revision: str | None,
+    *,
+    repo_type: str,
+    default_revision: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> str:
     """Return the commit (40 hexadecimal digits) that a branch or tag names now, so that a run can be repeated exactly.
 
-    A full commit hash is returned as it is: a cached commit needs no network. None is `default_revision` where the
-    repository has it, or else its default branch. Raises ValueError and OSError as `explaining_errors`.
+    A full commit hash is returned as it is. None is `default_revision` where the repository has it, or else its default
+    branch. If the Hub cannot be reached, the client warns, and the commit is the one that the cache has under the name.
+    Raises ValueError and OSError as `explaining_errors`.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import RevisionNotFoundError
+    from huggingface_hub.errors import RevisionNotFoundError, RevisionResolutionError
 
-    if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
-        return revision
-    with explaining_errors(repo_id, revision, repo_type):
+    name, resolve = revision or default_revision, HfApi().resolve_revision
+    with explaining_errors(repo_id, name, repo_type):
         try:
-            info = HfApi().repo_info(repo_id, repo_type=repo_type, revision=revision or default_revision)
+            return resolve(repo_id, repo_type=repo_type, revision=name, cache_dir=cache_dir).resolved
         except RevisionNotFoundError:
-            if revision is not None or default_revision is None:
+            if name == revision:
                 raise
-            info = HfApi().repo_info(repo_id, repo_type=repo_type)
-    if not info.sha:
-        raise ValueError(f"{repo_type} {repo_id}: the Hub named no commit for revision {revision!r}")
-    return info.sha
+            return resolve(repo_id, repo_type=repo_type, cache_dir=cache_dir).resolved
+        except RevisionResolutionError as error:
+            raise error.__cause__ or error from None
 
 
 def download_snapshot(repo_id: str, commit: str, *, repo_type: str, **options: Any) -> str:
@@ -42,10 +46,16 @@ def download_snapshot(repo_id: str, commit: str, *, repo_type: str, **options: A
 
     `options` are those of `huggingface_hub.snapshot_download`. Raises ValueError and OSError as `explaining_errors`.
     """
+    import httpx
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import OfflineModeIsEnabled
 
+    download = partial(snapshot_download, repo_id, repo_type=repo_type, revision=commit, **options)
     with explaining_errors(repo_id, commit, repo_type):
-        return snapshot_download(repo_id, repo_type=repo_type, revision=commit, **options)
+        try:
+            return download()
+        except (OfflineModeIsEnabled, httpx.TransportError):  # a cache of an earlier client has no list of files
+            return download(local_files_only=True)
 
 
 def require_model(repo_id: str, file: str) -> None:
@@ -68,7 +78,7 @@ def explaining_errors(repo_id: str, revision: str | None, repo_type: str, *, cac
     """Convert errors of the Hub client to errors with a remedy.
 
     Raises ValueError for no such repository or revision, or no access, and OSError if the Hub cannot be reached and,
-    with `cached`, the cache does not hold what is wanted.
+    with `cached`, it is not in the local cache.
     """
     import httpx
     from huggingface_hub import errors
@@ -95,7 +105,7 @@ def explaining_errors(repo_id: str, revision: str | None, repo_type: str, *, cac
         raise OSError(f"{repo}: the Hub answered with an error ({status}); try again later") from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx.TransportError) as error:
         content = f"revision {revision!r}" if revision else "it"
-        lacking = f", and the cache does not hold {content}" if cached else ""
+        lacking = f", and {content} is not in the local cache" if cached else ""
         instead = ", or download it elsewhere and give the folder" if cached else ""
         raise OSError(
             f"{repo}: the Hub cannot be reached{lacking}; check the network and HF_HUB_OFFLINE{instead}"
