@@ -267,6 +267,8 @@ def test_a_file_of_several_processes_is_a_file_each(url, tmp_path):
     pull(one)
     assert {line for path in files_of_processes(one / "run.log") for line in read_lines(path)} == {"1", "2"}
     assert file_of_process(tmp_path / "run.log") == tmp_path / "run.log"
+    forget()  # a container that starts again has the same host name and process ids
+    assert file_of_process(as_path(url) / "run.log").name != log.name
 
 
 def test_a_copy_of_googles_store(googles_faults, tmp_path, monkeypatch):

@@ -485,7 +485,11 @@ def file_of_process(path: Path) -> Path:
 
     On a disk it is the file itself. In a bucket each process has its own file, which `files_of_processes` finds.
     """
-    return path.with_stem(f"{path.stem}-{socket.gethostname()}-{os.getpid()}") if mirror_of(path) else path
+    if mirror_of(path) is None:
+        return path
+    # A container that starts again may have the same host and process id; the process's folder has a random suffix.
+    unique = _folder_of_process().name.rpartition("-")[2]
+    return path.with_stem(f"{path.stem}-{socket.gethostname()}-{os.getpid()}-{unique}")
 
 
 def files_of_processes(path: Path) -> list[Path]:
