@@ -307,7 +307,9 @@ class LeRobotDatasource(Datasource):
         context, options = replace(self._context(), prepare=None), self._options(block_rows=batch_size)
         for first in range(0, len(positions), batch_size):
             begin = np.asarray(positions[first : first + batch_size], np.int64)
-            (table,) = read_rows(context, np.stack([begin, begin + 1], axis=-1), options)
+            cuts = np.flatnonzero(np.diff(begin) != 1) + 1
+            runs = np.stack([begin[np.r_[0, cuts]], begin[np.r_[cuts - 1, -1]] + 1], axis=-1)  # of consecutive rows
+            (table,) = read_rows(context, runs, options)
             yield {name: column_to_numpy(table.column(name)) for name in table.column_names}
 
     def _options(self, block_rows: int) -> ReadOptions:

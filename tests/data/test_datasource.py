@@ -411,6 +411,15 @@ def test_datasets_of_float64_and_float32_are_mixed(roots, tmp_path, padded):
         check_same_features([metas[0], renamed], ["observation.state"])
 
 
+def test_read_rows_reads_consecutive_positions_as_one_run(roots, monkeypatch):
+    source = datasource([load_metadata(roots["rollover"])], camera_keys=[])
+    runs, slices_of = [], source.plan.slices_of
+    monkeypatch.setattr(source.plan, "slices_of", lambda batch: runs.append(batch.tolist()) or slices_of(batch))
+    rows = list(source.read_rows([0, 1, 2, 5, 7, 8], 5))
+    assert runs == [[[0, 3], [5, 6], [7, 8]], [[8, 9]]]
+    assert np.concatenate([batch["index"] for batch in rows]).tolist() == [0, 1, 2, 5, 7, 8]
+
+
 SHARES = {"all": [None], "shares": [BlockShare(0, 1, 3), BlockShare(1, 3, 3)]}
 
 
