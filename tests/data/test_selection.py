@@ -32,7 +32,7 @@ def test_episode_selection(meta, episodes, exclude, tasks, left):
     assert chosen.tolist() == left and chosen.dtype == "int64"
     assert len(notes) == bool(exclude or tasks)
     assert all(f"{len(left)} of 6 episodes are used" in note for note in notes)
-    assert tasks != ["*cube", "*ball"] or "(used of each: '*cube' 4, '*ball' 2)" in notes[0]
+    assert tasks != ["*cube", "*ball"] or "(episodes by pattern: '*cube' 4, '*ball' 2)" in notes[0]
 
 
 def test_episode_with_second_task_is_noted(meta):

@@ -79,9 +79,9 @@ def test_shards_split_each_dataset_evenly():
     is_second = datasets.dataset_index[piece] == 1
     weights_of_shard = [(rows * weights[piece])[(shard == s) & is_second].sum() for s in range(3)]
     assert np.ptp(weights_of_shard) <= 4
-    with pytest.raises(ValueError, match="--dataset.shards=9: /b has 8 training rows in 2 episodes, which are fewer"):
+    with pytest.raises(ValueError, match="--dataset.shards=9: /b has 8 training rows in 2 episodes, too few: each"):
         divide(np.array([0, 1, 1]), np.array([100, 4, 4]), None, 9, 1, ROOTS)
-    with pytest.raises(ValueError, match="/b has 8 .* which, cut at key frames, every 4 rows, are fewer"):
+    with pytest.raises(ValueError, match=r"/b has 8 .* needs at least 4 \(a key frame interval\)"):
         divide(np.array([0, 1, 1]), np.array([100, 4, 4]), None, 3, 4, ROOTS)
 
 

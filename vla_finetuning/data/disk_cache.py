@@ -306,7 +306,9 @@ class DiskCache:
     def _warn(self, problem: str) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning("cache folder %s %s; nothing more is cached there: %s", self.folder, problem, self.remedy)
+            logger.warning(
+                "cache folder %s %s; caching there is tried again in a minute: %s", self.folder, problem, self.remedy
+            )
 
 
 @functools.cache
@@ -333,8 +335,8 @@ class FrameCache:
         return disk_cache(
             Path(self.folder),
             int(self.gb * 1e9),
-            "frames that are not cached are decoded in every epoch; free disk space, raise VLA_CACHE_GB, or choose "
-            "another folder for --dataset.frame_cache",
+            "frames that are not cached are decoded in every epoch; free disk space, raise the limit (VLA_CACHE_GB; "
+            "frame_cache_gb of read_lerobot), or choose another folder (--dataset.frame_cache)",
         )
 
 

@@ -37,7 +37,7 @@ class EpisodeTable:
             not_read.append(f"{path}: {len(unknown)} texts that are no task of the dataset, e.g. {unknown[0]!r:.100}")
         tasks = [replaced[texts] for texts in self.tasks]
         if without := sum(not texts for texts in tasks):
-            not_read.append(f"{path}: tasks of {without} of {len(tasks)} episodes, which it does not name")
+            not_read.append(f"{path}: the tasks of {without} of {len(tasks)} episodes, which it does not list")
         return tasks
 
 

@@ -369,7 +369,10 @@ def _check_version(info: dict[str, Any]) -> str:
     number = version.removeprefix("v")
     if f"v{number}" in ("v3.0", *metadata_v2.VERSIONS):
         return f"v{number}"
-    raise ValueError(f"is in LeRobot's format {version!r:.50}; v3.0, v2.1 and v2.0 are read here")
+    raise ValueError(
+        f"is in LeRobot's format {version!r:.50}; v3.0, v2.1 and v2.0 are read here: convert an older dataset with "
+        "LeRobot's scripts, or update vla-fine-tuning for a newer one"
+    )
 
 
 def _parse_fps(info: dict[str, Any]) -> int:
@@ -576,7 +579,7 @@ def _in_order(
         raise ValueError(f"meta/episodes: episode {twice[0]} is there twice; copy the dataset again")
     count = int(ordered[-1]) + 1
     if count > MAX_EPISODES:
-        raise ValueError(f"meta/episodes: an episode has the number {count - 1:,}; there may be {MAX_EPISODES:,}")
+        raise ValueError(f"meta/episodes: episode number {count - 1:,} is above the limit of {MAX_EPISODES:,} episodes")
     if count > len(index):
         at = np.maximum(np.searchsorted(ordered, np.arange(count), side="right") - 1, 0)
         absent = np.setdiff1d(np.arange(count), ordered)

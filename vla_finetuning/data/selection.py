@@ -80,7 +80,7 @@ def choose_episodes(
             f"{pattern!r} {sum(bool(texts.intersection(meta.episode_tasks[e])) for e in matching)}"
             for pattern, texts in fitting.items()
         )
-        by_pattern = f" (used of each: {', '.join(counts)})" if len(fitting) > 1 else ""
+        by_pattern = f" (episodes by pattern: {', '.join(counts)})" if len(fitting) > 1 else ""
         left_out.append(f"{len(chosen) - len(matching)} have no task that --dataset.tasks names{by_pattern}")
         chosen = np.asarray(matching, np.int64)
         if mixed := [episode for episode in matching if not fits.issuperset(meta.episode_tasks[episode])]:

@@ -82,11 +82,10 @@ def divide(
         offset = np.minimum(np.rint(offset / cut_at).astype(np.int64) * cut_at, length[episode])
         cuts = np.concatenate([[bounds[first]], bounds[episode] + offset])
         if not (np.diff(np.append(cuts, bounds[last])) > 0).all():
-            apart = "" if cut_at == 1 else f", cut at key frames, every {cut_at} rows,"
             raise ValueError(
                 f"--dataset.shards={shards}: {roots[dataset]} has {bounds[last] - bounds[first]} training rows in "
-                f"{last - first} episodes, which{apart} are fewer than the shards need, at least one row or key frame "
-                "interval each; give fewer shards, or leave the dataset out"
+                f"{last - first} episodes, too few: each shard needs at least {cut_at} (a key frame interval); "
+                "give fewer shards, or leave the dataset out"
             )
         begins = np.unique(np.concatenate([bounds[first:last], cuts]))
         starts.append(begins)

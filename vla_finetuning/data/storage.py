@@ -352,8 +352,8 @@ def _blocks_cache(fs: RemoteFileSystem, path: str, identity: str) -> CachedBlock
     cache = disk_cache(
         Path(fs.policy.cache_dir),
         int(fs.policy.cache_size_gb * 1e9),
-        "blocks that are not cached are fetched from the store every time: choose another --dataset.cache_dir, or "
-        "raise VLA_CACHE_GB",
+        "blocks that are not cached are fetched from the store every time: choose another folder "
+        "(--dataset.cache_dir), or raise the limit (VLA_CACHE_GB; storage_policy of read_lerobot)",
     )
     folder = cache.content(fs.root, path, f"{identity}\0{BLOCK_BYTES}")
     return None if folder is None else (cache, folder)

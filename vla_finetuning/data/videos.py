@@ -172,7 +172,7 @@ class CameraFile:
         folder = self.file.rpartition("/")[0]
         steps = inside.split("/")
         if "://" in path or inside.startswith("/") or ".." in steps:
-            raise ValueError(f"{name}: the image is in {path!r:.200}, outside of the dataset; copy it into its folder")
+            raise ValueError(f"{name}: the image is in {path!r:.200}, outside of the dataset; copy it into the dataset")
         places = [inside, f"{folder}/{inside}"]
         place = next((place for place in places if meta.fs.exists(meta.path(place))), None)
         if place is None:
