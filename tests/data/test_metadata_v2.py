@@ -1,4 +1,4 @@
-"""LeRobot v2.0 and v2.1 read as they are, against LeRobot's own converter and `LeRobotDataset`."""
+"""LeRobot v2.0 and v2.1 datasets against LeRobot's own converter and `LeRobotDataset`."""
 
 import json
 import logging
@@ -20,12 +20,13 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.metadata_v2 import EPISODES_PATH, STATS_PATH, TASKS_PATH
 
 LENGTHS = (12, 7, 15, 1)
+ROWS = sum(LENGTHS)
 REAL = Path(__file__).resolve().parents[3] / "shared/real/g1_inspire_v21"
 CAMERAS = {"observation.images.top": (48, 64), "observation.images.wrist": (96, 80)}
 
 
 def as_v2(v3, root, version="v2.1", chunks_size=3):
-    """A v3.0 dataset with a file per episode, in the layout of an older version."""
+    """Write a v3.0 dataset with a file per episode in the layout of an older version."""
     meta = load_metadata(v3)
     info = json.loads((v3 / "meta/info.json").read_text())
     info |= {"codebase_version": version, "chunks_size": chunks_size, "total_chunks": 1, "total_videos": 0}
@@ -40,11 +41,11 @@ def as_v2(v3, root, version="v2.1", chunks_size=3):
     for row in sorted(of_episodes, key=lambda row: row["episode_index"]):
         episode = row["episode_index"]
         lines.append({name: row[name] for name in ("episode_index", "tasks", "length")} | {"quality": 0.5 + episode})
-        own = {}
+        episode_stats = {}
         for name, value in row.items():
             if name.startswith("stats/") and name.rpartition("/")[2] in ("min", "max", "mean", "std", "count"):
-                own.setdefault(name.split("/")[1], {})[name.rpartition("/")[2]] = value
-        stats.append({"episode_index": episode, "stats": own})
+                episode_stats.setdefault(name.split("/")[1], {})[name.rpartition("/")[2]] = value
+        stats.append({"episode_index": episode, "stats": episode_stats})
         chunk = f"chunk-{episode // chunks_size:03d}"
         data = meta.data_files[meta.episode_data_file[episode]]
         copy(v3 / data, root / f"data/{chunk}/episode_{episode:06d}.parquet")
@@ -61,6 +62,10 @@ def as_v2(v3, root, version="v2.1", chunks_size=3):
 
 def write_lines(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def copy(source, target):
@@ -84,14 +89,24 @@ def v21(v3):
 
 @pytest.fixture(scope="module")
 def converted(v21):
-    """What LeRobot's own converter makes of it: v3.0, several episodes in a file."""
-    root = shutil.copytree(v21, v21.parent / "converted")
+    """Convert by LeRobot: v3.0, several episodes in a file."""
+    return convert(v21, v21.parent / "converted")
+
+
+def convert(source, root):
+    shutil.copytree(source, root, copy_function=shutil.copyfile)
+    for path in [root, *root.rglob("*")]:
+        path.chmod(0o755)  # shared/real is read-only
     logging.disable()
     try:
-        convert_dataset("local/converted", root=root, push_to_hub=False)
+        convert_dataset(f"local/{root.name}", root=root, push_to_hub=False)
     finally:
         logging.disable(logging.NOTSET)
     return root
+
+
+def lerobot(root, **options):
+    return LeRobotDataset("local/test", root=root, video_backend="pyav", return_uint8=True, **options)
 
 
 @pytest.fixture
@@ -103,8 +118,8 @@ WINDOWS = {"action": [0.0, 0.1, 0.2], "observation.state": [-0.1, 0.0], "observa
 
 
 def assert_rows(rows, dataset, keys):
-    """Every row, its instruction and its frames are those of LeRobot's `dataset`."""
-    assert len(dataset) == len(rows["index"]) == sum(LENGTHS)
+    """Compare all rows, instructions and frames with LeRobot's `dataset`."""
+    assert len(dataset) == len(rows["index"]) == ROWS
     for i in range(len(dataset)):
         row = dataset[i]
         assert rows["task"][i] == row["task"]
@@ -116,15 +131,10 @@ def assert_rows(rows, dataset, keys):
 
 @pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
 def test_rows_equal_lerobots_conversion(v21, converted, windows):
-    root, total = v21, sum(LENGTHS)
-    dataset = LeRobotDataset(
-        "local/converted", root=converted, video_backend="pyav", delta_timestamps=windows, return_uint8=True
-    )
-    meta = load_metadata(root)
+    meta = load_metadata(v21)
     check_files(meta)
-    source = datasource([meta], delta_timestamps=windows)
-    (rows,) = source.read_rows(range(total), total)
-    assert_rows(rows, dataset, ["frame_index"])
+    (rows,) = datasource([meta], delta_timestamps=windows).read_rows(range(ROWS), ROWS)
+    assert_rows(rows, lerobot(converted, delta_timestamps=windows), ["frame_index"])
 
 
 def without_column(root, name):
@@ -135,22 +145,19 @@ def without_column(root, name):
 
 
 def test_missing_frame_index_column_is_derived(v3, tmp_path):
-    """As GR00T's format has them."""
-    lacking, total = without_column(shutil.copytree(v3, tmp_path / "lacking"), "frame_index"), sum(LENGTHS)
-    theirs = LeRobotDataset("local/v3", root=lacking, video_backend="pyav", delta_timestamps=WINDOWS, return_uint8=True)
+    """GR00T's format has no such column."""
+    lacking = without_column(shutil.copytree(v3, tmp_path / "lacking"), "frame_index")
     v20 = as_v2(lacking, tmp_path / "v20", "v2.0")
     windows = WINDOWS | {"frame_index": [-0.1, 0.0]}
-    (rows,) = datasource([load_metadata(v20)], delta_timestamps=windows).read_rows(range(total), total)
-    assert_rows(rows, theirs, [])
-    place = np.concatenate([np.arange(length) for length in LENGTHS])
-    assert rows["frame_index"].tolist() == np.stack([np.maximum(place - 1, 0), place], 1).tolist()
-    # Beside datasets that have it, and without `index`, too.
+    (rows,) = datasource([load_metadata(v20)], delta_timestamps=windows).read_rows(range(ROWS), ROWS)
+    assert_rows(rows, lerobot(lacking, delta_timestamps=WINDOWS), [])
+    expected = np.concatenate([np.arange(length) for length in LENGTHS])
+    assert rows["frame_index"].tolist() == np.stack([np.maximum(expected - 1, 0), expected], 1).tolist()
+    # Also in a mixture with a dataset that has it, and without `index`.
     metas = [load_metadata(v3), load_metadata(without_column(v20, "index"))]
-    rows = {key: [] for key in ("index", "frame_index")}
-    for batch in datasource(metas).read_rows(range(2 * total), 2 * total):
-        for key, found in rows.items():
-            found += batch[key].tolist()
-    assert rows == {"index": [*range(total)] * 2, "frame_index": place.tolist() * 2}
+    batches = list(datasource(metas).read_rows(range(2 * ROWS), 2 * ROWS))
+    index, frame_index = (np.concatenate([batch[key] for batch in batches]) for key in ("index", "frame_index"))
+    assert index.tolist() == [*range(ROWS)] * 2 and frame_index.tolist() == expected.tolist() * 2
 
 
 def test_missing_frame_index_needs_ordered_rows(v3, tmp_path):
@@ -165,40 +172,38 @@ def test_missing_frame_index_needs_ordered_rows(v3, tmp_path):
 
 
 def test_statistics_equal_lerobots_conversion(v21, converted):
-    found, expected = load_metadata(v21).stats, load_metadata(converted).stats
+    actual, expected = load_metadata(v21).stats, load_metadata(converted).stats
     for key in ("action", "observation.state", "timestamp", "observation.images.top"):
-        for name in ("min", "max", "mean", "std", "count"):
-            np.testing.assert_allclose(found[key][name], expected[key][name], rtol=1e-12, atol=1e-15)
-        assert found[key].keys() == {"min", "max", "mean", "std", "count"}  # and no quantiles, which it never had
+        assert actual[key].keys() == {"min", "max", "mean", "std", "count"}  # v2.1 has no quantiles
+        for name, values in actual[key].items():
+            np.testing.assert_allclose(values, expected[key][name], rtol=1e-12, atol=1e-15)
 
 
 def test_episode_table_equals_v30(v3, v21):
-    found, expected = load_metadata(v21), load_metadata(v3)
-    assert (found.codebase_version, found.fps, found.tasks) == ("v2.1", expected.fps, expected.tasks)
-    assert found.episode_tasks == expected.episode_tasks
+    meta, expected = load_metadata(v21), load_metadata(v3)
+    assert (meta.codebase_version, meta.fps, meta.tasks) == ("v2.1", expected.fps, expected.tasks)
+    assert meta.episode_tasks == expected.episode_tasks
     for name in ("episode_index", "episode_length", "episode_start", "episode_data_row"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
-    assert found.data_files[3] == "data/chunk-001/episode_000003.parquet"
-    (weights,) = episode_weights([found], [str(v21)], "quality")
+        np.testing.assert_array_equal(getattr(meta, name), getattr(expected, name))
+    assert meta.data_files[3] == "data/chunk-001/episode_000003.parquet"
+    (weights,) = episode_weights([meta], [str(v21)], "quality")
     assert weights.tolist() == [0.5, 1.5, 2.5, 3.5]
 
 
 def test_versions_are_mixed_with_shared_frame_cache(v3, v21, tmp_path):
-    """v2.0 has the statistics of all rows; frames that are cached are those of either version."""
     v20 = as_v2(v3, tmp_path / "v20", "v2.0")
     metas = [load_metadata(v20), load_metadata(v3), load_metadata(v21)]
     np.testing.assert_array_equal(metas[0].stats["action"]["q99"], metas[1].stats["action"]["q99"])
-    total = sum(LENGTHS)
     cache = FrameCache(str(tmp_path / "frames"), 1.0)
     source = datasource(metas, frame_cache=cache, weights=[1.0, 1.0, 1.0], shuffle_seed=0)
-    (rows,) = source.read_rows(range(3 * total), 3 * total)
-    (again,) = source.read_rows(range(3 * total), 3 * total)
-    seen = {}
-    for i in range(3 * total):
-        name = int(rows["index"][i])
-        seen.setdefault(name, []).append(rows["observation.images.top"][i].tobytes() + rows["action"][i].tobytes())
-        np.testing.assert_array_equal(rows["observation.images.top"][i], again["observation.images.top"][i])
-    assert len(seen) == total and all(len(found) == 3 and len(set(found)) == 1 for found in seen.values())
+    rows, cached = (next(source.read_rows(range(3 * ROWS), 3 * ROWS)) for _ in range(2))
+    top = "observation.images.top"
+    np.testing.assert_array_equal(rows[top], cached[top])
+    contents = {}
+    for index, frame, action in zip(rows["index"].tolist(), rows[top], rows["action"], strict=True):
+        contents.setdefault(index, []).append(frame.tobytes() + action.tobytes())
+    assert len(contents) == ROWS
+    assert all(len(copies) == 3 and len(set(copies)) == 1 for copies in contents.values())
 
 
 @pytest.mark.parametrize(
@@ -215,7 +220,7 @@ def test_versions_are_mixed_with_shared_frame_cache(v3, v21, tmp_path):
     ],
 )
 def test_invalid_jsonl_lines_are_refused(copied, path, change, message):
-    lines = [json.loads(line) for line in (copied / path).read_text().splitlines()]
+    lines = read_lines(copied / path)
     change(lines)
     write_lines(copied / path, lines)
     with pytest.raises(ValueError, match=message) as refused:
@@ -224,32 +229,32 @@ def test_invalid_jsonl_lines_are_refused(copied, path, change, message):
 
 
 def test_unneeded_invalid_values_are_ignored_with_note(copied):
-    """Lengths as floats, tasks as texts or none, statistics that are null, a hole in the numbering."""
-    whole = load_metadata(copied)
-    lines = [json.loads(line) for line in (copied / EPISODES_PATH).read_text().splitlines()]
+    """Lengths as floats, tasks as texts or null, statistics that are null, a gap in the numbering."""
+    complete = load_metadata(copied)
+    lines = read_lines(copied / EPISODES_PATH)
     for line, tasks in zip(lines, ("fly", None, lines[2]["tasks"][0], 7), strict=True):
         line.update(length=float(line["length"]), tasks=tasks)
     write_lines(copied / EPISODES_PATH, lines)
-    stats = [json.loads(line) for line in (copied / STATS_PATH).read_text().splitlines()]
+    stats = read_lines(copied / STATS_PATH)
     stats[1]["stats"]["action"]["mean"] = [None, 1.0]
     stats[2]["stats"]["observation.state"]["mean"] = [1.0]
     write_lines(copied / STATS_PATH, stats)
     meta = load_metadata(copied)
     assert meta.episode_length.tolist() == list(LENGTHS)
     assert meta.episode_tasks == [(), (), (lines[2]["tasks"],), ()]
-    assert meta.stats.keys() == whole.stats.keys() - {"action", "observation.state"}
-    told = "; ".join(meta.not_read)
-    assert f"{STATS_PATH}, line 2: 'mean' of 'action', which is [None, 1.0]" in told
-    assert f"{STATS_PATH}: statistics of 'action', which not all of 4 episodes have" in told
-    assert "'observation.state' differ in shape" in told
+    assert meta.stats.keys() == complete.stats.keys() - {"action", "observation.state"}
+    notes = "; ".join(meta.not_read)
+    assert f"{STATS_PATH}, line 2: 'mean' of 'action', which is [None, 1.0]" in notes
+    assert f"{STATS_PATH}: statistics of 'action', which not all of 4 episodes have" in notes
+    assert "'observation.state' differ in shape" in notes
     write_lines(copied / EPISODES_PATH, [lines[0], *lines[2:]])
     meta = load_metadata(copied)
     with pytest.raises(ValueError, match="episode 1 is in no file of meta/episodes"):
         datasource([meta])
-    kept = [datasource([m], episodes=[np.array([0, 2, 3])]) for m in (whole, meta)]
-    rows = [list(source.read_rows(range(20), 20))[0] for source in kept]
+    sources = [datasource([m], episodes=[np.array([0, 2, 3])]) for m in (complete, meta)]
+    expected, rows = (next(source.read_rows(range(20), 20)) for source in sources)
     for key in ("action", "observation.images.top", "frame_index"):
-        np.testing.assert_array_equal(rows[0][key], rows[1][key])
+        np.testing.assert_array_equal(rows[key], expected[key])
 
 
 def test_invalid_episodes_file_is_refused(copied, monkeypatch):
@@ -268,16 +273,16 @@ def test_invalid_episodes_file_is_refused(copied, monkeypatch):
 
 
 def test_statistics_are_aggregated_in_batches(copied, monkeypatch):
-    whole = load_metadata(copied).stats
+    expected = load_metadata(copied).stats
     text = (copied / STATS_PATH).read_text()
     (copied / STATS_PATH).write_text(text.replace("\n", "\r\n").rstrip())
     monkeypatch.setattr(metadata_v2, "JOINED_EPISODES", 2)
-    found = load_metadata(copied).stats
-    for key, values in whole.items():
-        assert found[key].keys() == values.keys()
+    actual = load_metadata(copied).stats
+    for key, values in expected.items():
+        assert actual[key].keys() == values.keys()
         for name, value in values.items():
-            assert found[key][name].dtype == value.dtype
-            np.testing.assert_allclose(found[key][name], value, rtol=1e-12, atol=1e-15)
+            assert actual[key][name].dtype == value.dtype
+            np.testing.assert_allclose(actual[key][name], value, rtol=1e-12, atol=1e-15)
     monkeypatch.setattr(metadata_v2, "MAX_LINE_BYTES", max(map(len, text.splitlines())) - 1)
     with pytest.raises(ValueError, match=r"episodes_stats.jsonl, line \d has more than the 0 MiB"):
         load_metadata(copied)
@@ -285,35 +290,26 @@ def test_statistics_are_aggregated_in_batches(copied, monkeypatch):
 
 @pytest.mark.skipif(not REAL.exists(), reason="shared/real is not there")
 def test_real_g1_dataset_equals_lerobots_conversion(tmp_path):
-    """A Unitree G1's, 26 joints, one camera: rows and statistics equal those of LeRobot's conversion."""
-    root = shutil.copytree(REAL, tmp_path / "g1", copy_function=shutil.copyfile)
-    for path in [root, *root.rglob("*")]:
-        path.chmod(0o755)
-    logging.disable()
-    convert_dataset("local/g1", root=root, push_to_hub=False)
-    logging.disable(logging.NOTSET)
-    dataset = LeRobotDataset("local/g1", root=root, video_backend="pyav", return_uint8=True)
-    meta = load_metadata(REAL)
-    source = datasource([meta])
-    chosen = [0, 392, 393, 1000, 1870]
-    (rows,) = source.read_rows(chosen, len(chosen))
+    """A Unitree G1's, 26 joints, one camera."""
+    root = convert(REAL, tmp_path / "g1")
+    dataset, meta = lerobot(root), load_metadata(REAL)
+    chosen, camera = [0, 392, 393, 1000, 1870], "observation.images.cam_high"
+    (rows,) = datasource([meta]).read_rows(chosen, len(chosen))
     for at, i in enumerate(chosen):
         row = dataset[i]
         assert rows["task"][at] == row["task"]
         for key in ("action", "observation.state", "timestamp", "index"):
             np.testing.assert_array_equal(rows[key][at], row[key].numpy())
-        image = row["observation.images.cam_high"].numpy()
-        np.testing.assert_array_equal(rows["observation.images.cam_high"][at], np.moveaxis(image, -3, -1))
+        np.testing.assert_array_equal(rows[camera][at], np.moveaxis(row[camera].numpy(), -3, -1))
     expected = load_metadata(root).stats["action"]
     np.testing.assert_allclose(meta.stats["action"]["std"], expected["std"], rtol=1e-9)
 
 
 def test_absent_episode_numbers_list_no_files(copied):
-    """As of a part of a large dataset that keeps its numbers."""
-    (line, *_) = [json.loads(line) for line in (copied / EPISODES_PATH).read_text().splitlines()]
+    """A part of a large dataset keeps its numbers."""
+    line = read_lines(copied / EPISODES_PATH)[0]
     write_lines(copied / EPISODES_PATH, [line | {"episode_index": 400_000}])
-    info = json.loads((copied / "meta/info.json").read_text())
-    (copied / "meta/info.json").write_text(json.dumps(info | {"total_episodes": 1, "total_frames": line["length"]}))
+    edit_json(copied / "meta/info.json", lambda info: info.update(total_episodes=1, total_frames=line["length"]))
     meta = load_metadata(copied)
     assert meta.data_files == ("data/chunk-133333/episode_400000.parquet",)
     assert (meta.total_episodes, meta.num_episodes, meta.first_episode) == (1, 400_001, 400_000)

@@ -1,4 +1,4 @@
-"""Columns of data files: unpacked once per node, footers parsed once per process, and the same as without a copy."""
+"""Columns of data files are unpacked once per node, and equal those read without a copy."""
 
 import contextlib
 import itertools
@@ -30,18 +30,21 @@ from vla_finetuning.data.parquet_columns import numbers
 CAMERAS = {"observation.images.left": (16, 24), "observation.images.right": (8, 8)}
 LENGTHS = (40, 12, 33, 25, 50, 7, 21)
 ROWS = sum(LENGTHS)
+TOP = "observation.images.top"
 WINDOWS = {"action": [i / 10 for i in range(8)]}
 EACH = ["numbers", *CAMERAS]
 
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    base = tmp_path_factory.mktemp("layouts")
-    made = make_layouts(base, cameras={}, image_cameras=CAMERAS, episodes=LENGTHS, data_files_size_in_mb=0.03)
-    groups = {name: [pq.ParquetFile(p).num_row_groups for p in root.glob("data/*/*.parquet")] for name, root in
-              made.items()}  # fmt: skip
+    options = {"cameras": {}, "image_cameras": CAMERAS, "episodes": LENGTHS, "data_files_size_in_mb": 0.03}
+    roots = make_layouts(tmp_path_factory.mktemp("layouts"), **options)
+    groups = {
+        name: [pq.ParquetFile(path).num_row_groups for path in root.glob("data/*/*.parquet")]
+        for name, root in roots.items()
+    }
     assert set(groups["file"]) == {1} and max(groups["episode"]) > 1 and len(groups["episode"]) > 1
-    return made
+    return roots
 
 
 @pytest.fixture(params=["file", "episode"])
@@ -50,7 +53,7 @@ def root(request, originals, tmp_path):
 
 
 def forget(monkeypatch):
-    """Have this process know no more than another one of the node."""
+    """Empty the caches of this process, as if another process of the node began."""
     monkeypatch.setattr(safe_parquet, "_footers", {})
     for name in ("_mapped", "_group_starts"):
         monkeypatch.setattr(parquet_columns, name, {})
@@ -59,7 +62,7 @@ def forget(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Where copies are, with nothing in it."""
+    """An empty folder for copies."""
     monkeypatch.setattr(disk_cache, "NUMBERS_DIR", str(tmp_path / "numbers"))
     forget(monkeypatch)
     return tmp_path / "numbers"
@@ -67,7 +70,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def work(monkeypatch):
-    """Counts what is done: "footers" parsed; rows of "numbers", and of each camera, unpacked."""
+    """Counts of "footers" parsed, and of rows unpacked of "numbers" and of each camera."""
     counts, lock = Counter(), threading.Lock()
     footer, unpack = safe_parquet._parsed_footer, parquet_columns.read_columns
 
@@ -87,12 +90,12 @@ def work(monkeypatch):
 
 
 def an_epoch(root, seed=0, window=16):
-    """Every row, shuffled in small windows (None: in stored order), by `index`."""
+    """Return every row by `index`, read shuffled in small windows (None: in stored order)."""
     return epoch_of(root, window, delta_timestamps=WINDOWS, shuffle_seed=seed)
 
 
 def without_copies(root, monkeypatch):
-    """The rows as they are without a copy."""
+    """Return the rows read without copies."""
     with monkeypatch.context() as patched:
         for module in (rows, videos):
             patched.setattr(module, "file_identity", lambda *_: None)
@@ -100,9 +103,9 @@ def without_copies(root, monkeypatch):
 
 
 def copies(folder):
-    """The copies of numbers, and of images."""
-    found = [folder.glob("*/*/*/*"), folder.glob("images/*/*/*/*")]
-    return [[path for path in paths if path.is_file() and path.suffix != ".lock"] for paths in found]
+    """Return the files of copied numbers and of copied images."""
+    patterns = [folder.glob("*/*/*/*"), folder.glob("images/*/*/*/*")]
+    return [[path for path in paths if path.is_file() and path.suffix != ".lock"] for paths in patterns]
 
 
 def test_columns_are_unpacked_once_per_node(originals, work, monkeypatch):
@@ -162,10 +165,10 @@ def test_changed_file_is_unpacked_again(root, folder, monkeypatch):
         table = table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type))
     pq.write_table(table, path)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    found = an_epoch(root)
-    np.testing.assert_array_equal(found["action"][np.isin(found["index"], table["index"])][:, 0], action)
-    assert_same_rows(found, without_copies(root, monkeypatch))
-    # What was copied of the earlier content has given its space back.
+    rows_read = an_epoch(root)
+    np.testing.assert_array_equal(rows_read["action"][np.isin(rows_read["index"], table["index"])][:, 0], action)
+    assert_same_rows(rows_read, without_copies(root, monkeypatch))
+    # Copies of the earlier content are removed.
     assert [len(after) <= at_first for after, at_first in zip(copies(folder), before, strict=True)] == [True, True]
 
 
@@ -185,13 +188,13 @@ def test_damaged_copy_is_rebuilt(root, folder, work, monkeypatch):
 
 
 def test_damaged_row_group_affects_only_its_rows(originals, tmp_path, work):
-    """Episodes that are whole are read as ever, though the file cannot be copied."""
+    """Intact episodes are read, though the file cannot be copied."""
     root = Path(shutil.copytree(originals["episode"], tmp_path / "dataset"))
     path = root / load_metadata(root).data_files[0]
     expected = an_epoch(root, None, 1)
     metadata = pq.ParquetFile(path).metadata
-    chunk = next(c for c in map(metadata.row_group(1).column, range(metadata.num_columns))
-                 if c.path_in_schema.startswith("action"))  # fmt: skip
+    chunks = map(metadata.row_group(1).column, range(metadata.num_columns))
+    chunk = next(chunk for chunk in chunks if chunk.path_in_schema.startswith("action"))
     with open(path, "r+b") as file:
         file.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
         file.write(b"\xff" * 20)
@@ -251,21 +254,18 @@ def test_invalid_numbers_size_is_refused(monkeypatch):
     assert "VLA_NUMBERS_GB=0" in disk_cache.describe_numbers()
 
 
-def arrow(values, type_, shape, dtype=np.float32):
+FLOATS = pa.list_(pa.float32())
+
+
+def cast(values, type_, shape, dtype=np.float32):
     return numbers(pa.chunked_array([pa.array(values, type_)]), dtype, shape, "data: column x")
 
 
 @pytest.mark.parametrize(
-    "values, type_, shape, dtype, message",
+    ("values", "type_", "shape", "dtype", "message"),
     [
-        (
-            [[1, 2, 3], [4]],
-            pa.list_(pa.float32()),
-            (2,),
-            np.float32,
-            r"lists of \[1, 3\] values, expected shape \(2,\)",
-        ),
-        ([[1, 2], [3, 4]], pa.list_(pa.float32()), (4,), np.float32, r"values of shape \(2,\), expected \(4,\)"),
+        ([[1, 2, 3], [4]], FLOATS, (2,), np.float32, r"lists of \[1, 3\] values, expected shape \(2,\)"),
+        ([[1, 2], [3, 4]], FLOATS, (4,), np.float32, r"values of shape \(2,\), expected \(4,\)"),
         ([2**63], pa.uint64(), (1,), np.int64, "holds uint64 that cannot be int64"),
         ([0.5], pa.float64(), (1,), np.int64, "holds double that cannot be int64, as meta/info"),
         ([0, 2], pa.int64(), (1,), np.bool_, "holds int64 that cannot be bool"),
@@ -274,51 +274,58 @@ def arrow(values, type_, shape, dtype=np.float32):
 )
 def test_values_of_wrong_type_or_shape_are_refused(values, type_, shape, dtype, message):
     with pytest.raises(ValueError, match=f"data: column x: {message}"):
-        arrow(values, type_, shape, dtype)
+        cast(values, type_, shape, dtype)
 
 
 def test_values_of_compatible_types_are_cast():
-    assert arrow([[1], [2]], pa.list_(pa.float64()), (1,)).tolist() == [1, 2]
-    assert arrow([0, 1], pa.int8(), (1,), np.bool_).tolist() == [False, True]
-    assert arrow([0.0, 1.0], pa.float64(), (1,), np.int64).dtype == np.int64
-    assert arrow([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int16())), (1, 2), np.int64).shape == (2, 1, 2)
-    assert arrow([], pa.list_(pa.float32()), (3,)).shape == (0, 3)
+    assert cast([[1], [2]], pa.list_(pa.float64()), (1,)).tolist() == [1, 2]
+    assert cast([0, 1], pa.int8(), (1,), np.bool_).tolist() == [False, True]
+    assert cast([0.0, 1.0], pa.float64(), (1,), np.int64).dtype == np.int64
+    assert cast([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int16())), (1, 2), np.int64).shape == (2, 1, 2)
+    assert cast([], pa.list_(pa.float32()), (3,)).shape == (0, 3)
+
+
+@pytest.fixture
+def one_camera(tmp_path):
+    """A dataset with one camera, whose images are in its data file; returns the file's path and table."""
+    root = make_dataset(tmp_path / "d", cameras={}, image_cameras={TOP: (16, 24)}, episodes=(4, 3))
+    (file,) = load_metadata(root).data_files
+    return root, root / file, pq.read_table(root / file)
+
+
+def replace_images(table, path, column):
+    pq.write_table(table.set_column(table.column_names.index(TOP), TOP, column), path)
 
 
 @pytest.mark.parametrize(
     "form", ["bytes", "large bytes", "paths", "paths beside", "structures of paths", "some of each"]
 )
-def test_image_column_forms_equal_datasets_image(tmp_path, form):
-    """Rows equal those of the same images as LeRobot embeds them; what the form means is said by `datasets.Image`."""
-    root = make_dataset(tmp_path / "d", cameras={}, image_cameras={"observation.images.top": (16, 24)}, episodes=(4, 3))
-    key, meta = "observation.images.top", load_metadata(root)
-    expected = [frames_of(meta, key)]
-    for file in meta.data_files:
-        table = pq.read_table(root / file)
-        images = [image["bytes"] for image in table[key].to_pylist()]
-        folder = (root / file).parent if form == "paths beside" else root
-        paths = [f"images/{file.replace('/', '_')}_{n}.png" for n in range(len(images))]
-        (folder / "images").mkdir(exist_ok=True)
-        for path, data in zip(paths, images, strict=True):
-            (folder / path).write_bytes(data)
-        column = {
-            "bytes": pa.array(images, pa.binary()),
-            "large bytes": pa.array(images, pa.large_binary()),
-            "paths": pa.array(paths),
-            "paths beside": pa.array(paths),
-            "structures of paths": pa.array([{"path": path} for path in paths]),
-            "some of each": pa.array(
-                [{"bytes": None if n % 2 else data, "path": paths[n]} for n, data in enumerate(images)]
-            ),
-        }[form]
-        pq.write_table(table.set_column(table.column_names.index(key), key, column), root / file)
-        if folder == root:
-            with contextlib.chdir(root):  # `datasets` takes paths from the working directory
-                decoded = [datasets.Image().decode_example(as_example(value)) for value in column.to_pylist()]
-            plain = [decode_image(data, name="", height=16, width=24) for data in images]
-            np.testing.assert_array_equal(np.stack(decoded), plain)
-    expected.append(frames_of(load_metadata(root), key))
-    np.testing.assert_array_equal(*expected)
+def test_image_column_forms_equal_datasets_image(one_camera, form):
+    """Rows equal those of the same images embedded by LeRobot; `datasets.Image` defines the forms."""
+    root, file, table = one_camera
+    expected = frames_of(root)
+    images = [image["bytes"] for image in table[TOP].to_pylist()]
+    folder = file.parent if form == "paths beside" else root
+    paths = [f"images/{n}.png" for n in range(len(images))]
+    (folder / "images").mkdir(exist_ok=True)
+    for path, data in zip(paths, images, strict=True):
+        (folder / path).write_bytes(data)
+    either = [{"bytes": None if n % 2 else data, "path": paths[n]} for n, data in enumerate(images)]
+    column = {
+        "bytes": pa.array(images, pa.binary()),
+        "large bytes": pa.array(images, pa.large_binary()),
+        "paths": pa.array(paths),
+        "paths beside": pa.array(paths),
+        "structures of paths": pa.array([{"path": path} for path in paths]),
+        "some of each": pa.array(either),
+    }[form]
+    replace_images(table, file, column)
+    if folder == root:
+        with contextlib.chdir(root):  # `datasets` takes paths from the working directory
+            decoded = [datasets.Image().decode_example(as_example(value)) for value in column.to_pylist()]
+        plain = [decode_image(data, name="", height=16, width=24) for data in images]
+        np.testing.assert_array_equal(np.stack(decoded), plain)
+    np.testing.assert_array_equal(frames_of(root), expected)
 
 
 def as_example(value):
@@ -327,30 +334,29 @@ def as_example(value):
     return {"bytes": value, "path": None} if isinstance(value, bytes) else {"bytes": None, "path": value}
 
 
-def frames_of(meta, key):
-    source = LeRobotDatasource([meta], features=Features(camera_keys=[key]))
+def frames_of(root):
+    meta = load_metadata(root)
+    source = LeRobotDatasource([meta], features=Features(camera_keys=[TOP]))
     (rows,) = source.read_rows(range(meta.total_frames), meta.total_frames)
-    return rows[key]
+    return rows[TOP]
 
 
 @pytest.mark.parametrize(
-    ("column", "message"),
+    ("value", "message"),
     [
-        (["/etc/hostname"] * 7, "outside of the dataset"),
-        (["../x.png"] * 7, "outside of the dataset"),
-        (["s3://bucket/x.png"] * 7, "outside of the dataset"),
-        (["gone.png"] * 7, "its file 'gone.png' is not below the dataset's folder: copy the images too"),
-        ([None] * 7, "the image is not embedded in the parquet file"),
-        ([1.5] * 7, "observation.images.top has type double, and images are stored as bytes, as paths, or"),
+        ("/etc/hostname", "outside of the dataset"),
+        ("../x.png", "outside of the dataset"),
+        ("s3://bucket/x.png", "outside of the dataset"),
+        ("gone.png", "its file 'gone.png' is not below the dataset's folder: copy the images too"),
+        (None, "the image is not embedded in the parquet file"),
+        (1.5, "observation.images.top has type double, and images are stored as bytes, as paths, or"),
     ],
 )
-def test_invalid_image_values_are_refused(tmp_path, column, message):
-    root = make_dataset(tmp_path / "d", cameras={}, image_cameras={"observation.images.top": (16, 24)}, episodes=(4, 3))
-    key, (file,) = "observation.images.top", load_metadata(root).data_files
-    table, values = pq.read_table(root / file), pa.array(column, pa.string() if column[0] is None else None)
-    pq.write_table(table.set_column(table.column_names.index(key), key, values), root / file)
-    with pytest.raises(ValueError, match=f"{file}.*{re.escape(message)}"):
-        frames_of(load_metadata(root), key)
+def test_invalid_image_values_are_refused(one_camera, value, message):
+    root, file, table = one_camera
+    replace_images(table, file, pa.array([value] * 7, pa.string() if value is None else None))
+    with pytest.raises(ValueError, match=f"{file.relative_to(root)}.*{re.escape(message)}"):
+        frames_of(root)
 
 
 def test_images_are_read_by_row_group_and_camera(tmp_path, monkeypatch):

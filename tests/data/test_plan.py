@@ -343,9 +343,8 @@ def test_weighted_rows_occur_by_weight(part_segments):
         assert all(low[e] <= half[i] <= high[e] for i, e in enumerate(episode_of_row))
         times += Counter(i for _, _, i in rows)
         exact, same = plan.occurrences(end)
-        assert (exact == same).all() and [times[i] for i in range(len(episode_of_row))] == exact[
-            episode_of_row
-        ].tolist()
+        assert (exact == same).all()
+        assert [times[i] for i in range(len(episode_of_row))] == exact[episode_of_row].tolist()
         for i, e in enumerate(episode_of_row):
             assert abs(times[i] - (epoch + 1) * Fraction(WEIGHTS[e])) < 1
         position = end
