@@ -1,4 +1,4 @@
-"""`VideoReader` against LeRobot's pyav backend, frame by frame: whatever the codec, its key frames, the timestamps."""
+"""`VideoReader` against LeRobot's pyav backend, frame by frame; images against Pillow and `datasets.Image`."""
 
 import errno
 import io
@@ -61,11 +61,11 @@ def video(request, tmp_path_factory):
     return write_video(path, drawn(FRAMES), codec, options)
 
 
-def read(path, timestamps_s, tolerance_s=1e-4, fps=FPS):
-    """The frames, and how many were decoded for them. `fps`: of the dataset."""
-    pixels = {}
-    size = {"height": SIZE[0], "width": SIZE[1], "fps": fps}
-    with VideoReader(path, name="a video", tolerance_s=tolerance_s, threads=1, **size) as reader:
+def read(path, timestamps_s, tolerance_s=1e-4, fps=FPS, size=SIZE):
+    """Return the frames, and how many were decoded for them. `fps`: the dataset's."""
+    pixels, (height, width) = {}, size
+    options = {"tolerance_s": tolerance_s, "threads": 1, "height": height, "width": width, "fps": fps}
+    with VideoReader(path, name="a video", **options) as reader:
         reader.read(np.asarray(timestamps_s), lambda i, frame: pixels.update({i: frame.copy()}))
         return [pixels[i] for i in range(len(timestamps_s))], reader.frames_decoded
 
@@ -102,7 +102,7 @@ def encode(codec, path, height, width):
     ],
 )
 def test_codec_sizes_equal_pyav(tmp_path, codec):
-    """Decoders pad their buffers, MPEG-4's to a hundred times a small frame: none of that is the frame's size."""
+    """Decoders pad their buffers, MPEG-4's to a hundred times a small frame."""
     done = []
     for height, width in SIZES:
         suffix = next((s for s in (".mp4", ".mov") if encode(codec, tmp_path / f"{width}{s}", height, width)), None)
@@ -113,18 +113,15 @@ def test_codec_sizes_equal_pyav(tmp_path, codec):
             frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         if not frames or frames[0].shape[:2] != (height, width):
             continue  # no player shows what was encoded
-        pixels = {}
-        size = {"height": height, "width": width, "fps": FPS}
-        with VideoReader(str(path), name="a video", tolerance_s=1e-3, threads=1, **size) as reader:
-            reader.read(np.arange(len(frames)) / FPS, lambda i, frame, to=pixels: to.update({i: frame.copy()}))
-        assert all(np.array_equal(pixels[i], frame) for i, frame in enumerate(frames))
+        decoded, _ = read(str(path), np.arange(len(frames)) / FPS, 1e-3, size=(height, width))
+        np.testing.assert_array_equal(decoded, frames)
         done.append((height, width))
     assert len(done) >= 3, f"{codec}: {done}"
 
 
 @pytest.mark.parametrize("kind", ["matroska", "avi", "hls"])
 def test_containers_other_than_mp4_and_mov_are_refused(tmp_path, kind):
-    """Whatever its name: FFmpeg would find out by itself what it is, and a playlist leads to other files."""
+    """FFmpeg would detect the format whatever the name, and a playlist leads to other files."""
     path = tmp_path / "file.mp4"
     if kind == "hls":
         path.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\n/etc/hostname\n#EXT-X-ENDLIST\n")
@@ -149,7 +146,7 @@ def test_disk_error_is_not_reported_as_damaged_video(video, after_bytes):
 
 @pytest.mark.parametrize(("noise_s", "tolerance_s"), [(0, 1e-4), (0.012, 0.02), (0.016, 0.2)])
 def test_frames_equal_lerobots(video, noise_s, tolerance_s):
-    """Also when timestamps are off and a tolerance of several frames allows it: the nearest frame, not the first."""
+    """With noisy timestamps and a tolerance of several frames, the nearest frame is read, not the first."""
     from lerobot.datasets.video_utils import FrameTimestampError, decode_video_frames_pyav
 
     compared = 0
@@ -175,12 +172,12 @@ def test_frames_equal_lerobots(video, noise_s, tolerance_s):
 @pytest.mark.parametrize("tolerance_s", [1e-4, 0.06])
 def test_nearest_frame_is_read_if_video_has_extra_frames(video, tolerance_s):
     """Rows were left out, the videos stayed: a frame of the video is near each time, and another one is nearest."""
-    wanted = np.arange(0, FRAMES, 6)
-    frames, _ = read(video, wanted / FPS, tolerance_s, fps=FPS / 6)
-    assert [read_frame_number(frame) for frame in frames] == wanted.tolist()
+    numbers = np.arange(0, FRAMES, 6)
+    frames, _ = read(video, numbers / FPS, tolerance_s, fps=FPS / 6)
+    assert [read_frame_number(frame) for frame in frames] == numbers.tolist()
     if tolerance_s > 1 / FPS:  # between two frames, one after the other in the same reader
-        frames, _ = read(video, (wanted[1:, None] + [-0.2, 0.2]).ravel() / FPS, tolerance_s, fps=FPS / 6)
-        assert [read_frame_number(frame) for frame in frames] == wanted[1:].repeat(2).tolist()
+        frames, _ = read(video, (numbers[1:, None] + [-0.2, 0.2]).ravel() / FPS, tolerance_s, fps=FPS / 6)
+        assert [read_frame_number(frame) for frame in frames] == numbers[1:].repeat(2).tolist()
 
 
 @pytest.mark.parametrize("after_ms", [5, 2])
@@ -193,7 +190,6 @@ def test_nearer_of_two_close_frames_is_read(tmp_path, after_ms):
 
 def test_decoding_starts_at_nearest_key_frame(video):
     """A frame costs the way from its key frame, a run of frames nothing more."""
-    key_frames = []
     with av.open(video) as container:
         key_frames = [packet.pts for packet in container.demux(video=0) if packet.is_keyframe]
         step = container.streams.video[0].duration // FRAMES
@@ -230,39 +226,40 @@ def test_float32_timestamp_rounding_is_tolerated_late_in_video(tmp_path, fps):
     """LeRobot's timestamps are float32, an eighth of a millisecond apart from 2048 s on, and it compares in float32."""
     first = 9000 * fps
     path = write_video(tmp_path / "file.mp4", drawn(41), rate=fps, times=[0, *range(first, first + 40)])
-    wanted = (np.arange(first, first + 40) / fps).astype(np.float32).astype(np.float64)
-    assert np.abs(wanted - np.arange(first, first + 40) / fps).max() > 1e-4, "there is nothing to tolerate"
-    pixels = {}
-    with VideoReader(path, name="a video", tolerance_s=1e-4, threads=1, height=48, width=64, fps=fps) as reader:
-        reader.read(wanted, lambda i, frame: pixels.update({i: frame.copy()}))
-        with pytest.raises(ValueError, match="no frame at"):
-            reader.read(wanted[-1:] - 0.4 / fps, lambda i, frame: None)
-    expected = decode_video_frames(path, wanted.tolist(), 1e-4, backend="pyav", return_uint8=True)
-    np.testing.assert_array_equal(np.stack([pixels[i] for i in range(40)]), expected.permute(0, 2, 3, 1).numpy())
+    timestamps_s = (np.arange(first, first + 40) / fps).astype(np.float32).astype(np.float64)
+    assert np.abs(timestamps_s - np.arange(first, first + 40) / fps).max() > 1e-4, "there is nothing to tolerate"
+    frames, _ = read(path, timestamps_s, fps=fps)
+    with pytest.raises(ValueError, match="no frame at"):
+        read(path, timestamps_s[-1:] - 0.4 / fps, fps=fps)
+    expected = decode_video_frames(path, timestamps_s.tolist(), 1e-4, backend="pyav", return_uint8=True)
+    np.testing.assert_array_equal(frames, expected.permute(0, 2, 3, 1).numpy())
 
 
 def test_decoded_images_equal_pillows(tmp_path, monkeypatch):
-    """As LeRobot writes them, and as others do; Pillow decodes what kornia-rs does not."""
-    rng, given, fast = np.random.default_rng(0), [], decode.decode_image_png_u8
-    monkeypatch.setattr(decode, "decode_image_png_u8", lambda *args: given.append(fast(*args)) or given[-1])
+    """kornia-rs decodes LeRobot's PNGs, Pillow the other formats."""
+    rng, fast_results, fast = np.random.default_rng(0), [], decode.decode_image_png_u8
+
+    def record(*args):
+        fast_results.append(fast(*args))
+        return fast_results[-1]
+
+    monkeypatch.setattr(decode, "decode_image_png_u8", record)
     for n in range(12):
         height, width = rng.integers(8, 40, 2).tolist()
         picture = rng.integers(0, 256, (height, width, 3), dtype=np.uint8) if n % 2 else draw_frame(n, (height, width))
         write_image(picture, tmp_path / "image.png")
-        data = (tmp_path / "image.png").read_bytes()
-        found = decode_image(data, name="an image", height=height, width=width)
-        assert found.dtype == np.uint8 and found.shape == (height, width, 3)
-        np.testing.assert_array_equal(found, picture)
-    assert len(given) == 12
-    others = {}
+        decoded = decode_image((tmp_path / "image.png").read_bytes(), name="an image", height=height, width=width)
+        assert decoded.dtype == np.uint8
+        np.testing.assert_array_equal(decoded, picture)
+    assert len(fast_results) == 12
+    others = [cv2.imencode(".png", rng.integers(0, 65536, (48, 64, 3), dtype=np.uint16))[1].tobytes()]
     for kind in ("JPEG", "WEBP", "BMP"):
         file = io.BytesIO()
         Image.fromarray(draw_frame(1, (48, 64))).save(file, kind)
-        others[kind] = file.getvalue()
-    others["16 bits"] = cv2.imencode(".png", rng.integers(0, 65536, (48, 64, 3), dtype=np.uint16))[1].tobytes()
-    for data in others.values():
-        found = decode_image(data, name="an image", height=48, width=64)
-        np.testing.assert_array_equal(found, np.asarray(Image.open(io.BytesIO(data))))
+        others.append(file.getvalue())
+    for data in others:
+        decoded = decode_image(data, name="an image", height=48, width=64)
+        np.testing.assert_array_equal(decoded, np.asarray(Image.open(io.BytesIO(data))))
 
 
 @pytest.mark.parametrize("turn", [1, 3, 6, 8])
@@ -283,26 +280,22 @@ def test_exif_rotation_equals_datasets_image(kind, turn):
     expected = np.asarray(datasets.Image().decode_example({"bytes": file.getvalue(), "path": None}))
     height, width = (64, 48) if turn > 4 else (48, 64)
     if kind == "depth":
-        found = decode_depth_image(file.getvalue(), None, name="an image", height=height, width=width)[..., 0]
+        decoded = decode_depth_image(file.getvalue(), None, name="an image", height=height, width=width)[..., 0]
     else:
-        found = decode_image(file.getvalue(), name="an image", height=height, width=width)
-    np.testing.assert_array_equal(found, expected)
+        decoded = decode_image(file.getvalue(), name="an image", height=height, width=width)
+    np.testing.assert_array_equal(decoded, expected)
     if kind == "JPEG":
         return
-    np.testing.assert_array_equal(found, np.rot90(picture, {1: 0, 3: 2, 6: 3, 8: 1}[turn]))
+    np.testing.assert_array_equal(decoded, np.rot90(picture, {1: 0, 3: 2, 6: 3, 8: 1}[turn]))
     read = partial(decode_depth_image, unit=None) if kind == "depth" else decode_image
     with pytest.raises(ValueError, match=f"an image: image is {height}x{width}, the metadata says {width}x{height}"):
         read(file.getvalue(), name="an image", height=width, width=height)
 
 
-def test_damaged_or_missized_images_are_refused():
+def test_damaged_images_are_refused():
     file = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(file, "PNG")
-    data = file.getvalue()
-    broken = bytearray(data)
-    broken[len(data) // 2 : len(data) // 2 + 10] = bytes(10)
-    for wrong in (data[: len(data) // 2], bytes(broken)):
+    data, middle = file.getvalue(), file.tell() // 2
+    for damaged in (data[:middle], data[:middle] + bytes(10) + data[middle + 10 :]):
         with pytest.raises(ValueError, match="an image: damaged image"):
-            decode_image(wrong, name="an image", height=48, width=64)
-    with pytest.raises(ValueError, match="an image: image is 48x64, the metadata says 64x48"):
-        decode_image(data, name="an image", height=64, width=48)
+            decode_image(damaged, name="an image", height=48, width=64)

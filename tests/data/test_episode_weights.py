@@ -1,4 +1,4 @@
-"""Weights of episodes, from wherever they may come."""
+"""Weights of episodes from columns of the metadata and from files."""
 
 import json
 import shutil
@@ -19,13 +19,13 @@ SUCCESS = [True, False, True, True, True, False]
 
 @pytest.fixture(scope="module")
 def metas(tmp_path_factory):
-    """Two datasets of six episodes, the first with columns of its own."""
+    """Two datasets of six episodes, the first with columns of weights."""
     folder = tmp_path_factory.mktemp("weights")
     roots = [make_dataset(folder / name, cameras={}) for name in ("a", "b")]
     for path in sorted(roots[0].glob("meta/episodes/*/*.parquet")):
         table = pq.read_table(path)
         number = table["episode_index"].to_pylist()
-        # Stored the other way round: a row is found by its episode_index.
+        # Stored in reverse: a row is found by its episode_index.
         table = table.append_column("quality", pa.array([QUALITY[i] for i in number]))
         table = table.append_column("success", pa.array([SUCCESS[i] for i in number]))
         table = table.append_column("holes", pa.array([None if i == 4 else 1 for i in number], pa.int64()))
@@ -38,50 +38,47 @@ def weights_of(metas, source):
     return [w.tolist() for w in episode_weights(metas, [meta.root for meta in metas], source)]
 
 
+def write_weights(folder, content, table):
+    """Write the same weights in each format; return the sources."""
+    table = pa.table(table)
+    (folder / "w.json").write_text(json.dumps(content))
+    pa.csv.write_csv(table, folder / "w.csv")
+    pq.write_table(table, folder / "w.parquet")
+    return [f"@{folder / name}" for name in ("w.json", "w.csv", "w.parquet")]
+
+
 def test_weights_are_read_from_metadata_column(metas):
     assert weights_of(metas[:1], "quality") == [QUALITY]
     assert weights_of(metas[:1], "success") == [[1, 0, 1, 1, 1, 0]]
 
 
 def test_missing_episodes_have_weight_zero(metas, tmp_path):
-    """It may begin above 0, too (docs/datasets.md)."""
-    root = tmp_path / "holes"
-    shutil.copytree(metas[0].root, root)
+    root = shutil.copytree(metas[0].root, tmp_path / "holes")
     remove_episodes(root, [0, 1, 4])
-    (weights,) = weights_of([load_metadata(root)], "quality")
-    assert weights == [0, 0, QUALITY[2], QUALITY[3], 0, QUALITY[5]]
+    assert weights_of([load_metadata(root)], "quality") == [[0, 0, QUALITY[2], QUALITY[3], 0, QUALITY[5]]]
 
 
 def test_weights_file_overrides_default_of_one(metas, tmp_path):
-    expected = [[1, 0.25, 1, 1, 1, 4]]
-    (tmp_path / "w.json").write_text('{"1": 0.25, "5": 4}')
-    (tmp_path / "w.csv").write_text("weight,episode_index,why\n0.25,1,blurred\n4,5,good\n")
-    pq.write_table(pa.table({"episode_index": [5, 1], "weight": [4, 0.25]}), tmp_path / "w.parquet")
-    for name in ("w.json", "w.csv", "w.parquet"):
-        assert weights_of(metas[:1], f"@{tmp_path / name}") == expected
+    table = {"weight": [4, 0.25], "episode_index": [5, 1], "why": ["good", "blurred"]}
+    for source in write_weights(tmp_path, {"1": 0.25, "5": 4}, table):
+        assert weights_of(metas[:1], source) == [[1, 0.25, 1, 1, 1, 4]]
 
 
 def test_weights_file_for_several_datasets(metas, tmp_path):
     a, b = (meta.root for meta in metas)
-    expected = [[1, 1, 0.5, 1, 1, 1], [1, 1, 7, 0, 1, 1]]
-    (tmp_path / "w.json").write_text(json.dumps({a: {"2": 0.5}, b: {"2": 7, "3": 0}}))
-    rows = pa.table({"dataset": [b, a, b], "episode_index": [2, 2, 3], "weight": [7, 0.5, 0]})
-    pa.csv.write_csv(rows, tmp_path / "w.csv")
-    pq.write_table(rows, tmp_path / "w.parquet")
-    for name in ("w.json", "w.csv", "w.parquet"):
-        assert weights_of(metas, f"@{tmp_path / name}") == expected
+    content = {a: {"2": 0.5}, b: {"2": 7, "3": 0}}
+    table = {"dataset": [b, a, b], "episode_index": [2, 2, 3], "weight": [7, 0.5, 0]}
+    for source in write_weights(tmp_path, content, table):
+        assert weights_of(metas, source) == [[1, 1, 0.5, 1, 1, 1], [1, 1, 7, 0, 1, 1]]
     (tmp_path / "w.json").write_text(json.dumps({b: {"2": 7}}))
     assert weights_of(metas, f"@{tmp_path / 'w.json'}") == [[1] * 6, [1, 1, 7, 1, 1, 1]]
 
 
 def test_dataset_spellings_in_weights_file_are_merged(metas, tmp_path):
-    roots = [meta.root for meta in metas]
-    a = roots[0]
-    (tmp_path / "w.json").write_text(json.dumps({a: {"2": 0.5}, f"{a}/": {"3": 7}}))
-    rows = pa.table({"dataset": [a, f"{a}/"], "episode_index": [2, 3], "weight": [0.5, 7]})
-    pa.csv.write_csv(rows, tmp_path / "w.csv")
-    for name in ("w.json", "w.csv"):
-        weights = episode_weights(metas, roots, f"@{tmp_path / name}", lambda root: root.rstrip("/"))
+    a, roots = metas[0].root, [meta.root for meta in metas]
+    table = {"dataset": [a, f"{a}/"], "episode_index": [2, 3], "weight": [0.5, 7]}
+    for source in write_weights(tmp_path, {a: {"2": 0.5}, f"{a}/": {"3": 7}}, table):
+        weights = episode_weights(metas, roots, source, lambda root: root.rstrip("/"))
         assert weights[0].tolist() == [1, 1, 0.5, 7, 1, 1]
 
 

@@ -1,4 +1,4 @@
-"""Datasets that are not on this machine: S3 (moto's server), Google's store and the Hub (stand-ins), on loopback."""
+"""Datasets on S3 (moto's server), Google's store and the Hub (stand-ins), all on loopback, against the local rows."""
 
 import io
 import itertools
@@ -59,12 +59,9 @@ def flags(base, output_dir, **changes):
     return [f"--{key}={value}" for key, value in options.items()]
 
 
-# ---- S3 ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def bucket(local):
-    """A bucket that holds the dataset as `arm/`, found by environment variables alone; yields an S3 client."""
+    """Serve the dataset as `arm/` of a bucket, configured by environment variables; yield an S3 client."""
     with s3_server() as endpoint, pytest.MonkeyPatch.context() as environment:
         use_s3(environment, endpoint)
         client = boto3.client("s3")
@@ -75,7 +72,7 @@ def bucket(local):
 
 @pytest.fixture
 def proxied(bucket, monkeypatch):
-    """A way to the bucket that can be made to fail: (its faults, storage options that lead there)."""
+    """Proxy the bucket; yield (the proxy's faults, storage options that lead there)."""
     faults = Faults()
     monkeypatch.setattr(store, "FIRST_PAUSE_S", 0.01)
     with serving(Proxy(os.environ["AWS_ENDPOINT_URL"], faults)) as endpoint:
@@ -90,39 +87,57 @@ def upload(client, folder, prefix):
 
 @pytest.fixture
 def damaged(bucket, local, request):
-    """A second copy of the dataset, to be damaged; yields (URL, prefix)."""
+    """Upload a second copy of the dataset, to be damaged; return (URL, prefix)."""
     prefix = request.node.name
     upload(bucket, local, prefix)
     return f"s3://robots/{prefix}", prefix
 
 
 def refused(argv, capsys):
-    """The program's message; it must refuse before Ray starts, and tell no secret."""
+    """Return the program's message; check that it refuses before Ray starts, and prints no secret."""
     assert vla.main(argv) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and "Traceback" not in err and SECRET not in err
     return err
 
 
+@pytest.fixture
+def node_dir(tmp_path, monkeypatch):
+    """A new cache of the node."""
+    monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path / "node"))
+    return tmp_path / "node"
+
+
+def answer_together(faults, count):
+    """Answer requests only when `count` are under way; return the barrier."""
+    barrier = threading.Barrier(count)
+
+    def wait(request):
+        barrier.wait(60)
+
+    faults.choose = wait
+    return barrier
+
+
 def assert_lerobots_rows(rows, local, windows):
-    """All rows of the dataset, each once, equal to LeRobot's on the local copy."""
+    """Check that rows are the dataset's, each once, and equal LeRobot's on the local copy."""
     meta, reference = load_metadata(local), lerobot(local, delta_timestamps=windows)
-    seen = []
+    order = []
     for row in rows:
-        seen.append(int(row["index"]))
-        assert_same_row(row, reference[seen[-1]], meta)
-    assert sorted(seen) == list(range(len(reference))) == list(range(FRAMES))
+        order.append(int(row["index"]))
+        assert_same_row(row, reference[order[-1]], meta)
+    assert sorted(order) == list(range(len(reference))) == list(range(FRAMES))
 
 
 def rows_in_process(source):
-    """A source's rows without Ray, as read tasks of another process read them."""
+    """Yield a source's rows without Ray, as read tasks of another process read them."""
     for table in read_directly(pickle.loads(pickle.dumps(source))):
         columns = {name: column_to_numpy(table.column(name)) for name in table.column_names}
         yield from ({name: values[i] for name, values in columns.items()} for i in range(table.num_rows))
 
 
 def test_rows_on_s3_with_network_faults_equal_lerobots(bucket, proxied, local):
-    """Every object's first requests fail, each in another way."""
+    """The first request of each range fails, in one of three ways."""
     faults, options = proxied
     kinds = itertools.cycle(["503", "reset", "cut", None])
     faults.choose = lambda request: next(kinds) if request.attempt == 1 else None
@@ -133,11 +148,8 @@ def test_rows_on_s3_with_network_faults_equal_lerobots(bucket, proxied, local):
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("503", "data"), ("stall", "video"), ("403", "video")])
-def test_persistent_store_failure_names_file_and_remedy(bucket, proxied, fault, kind, tmp_path, monkeypatch):
-    """The error names dataset and file and says what to do, within the time given."""
-    monkeypatch.setattr(
-        "vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path)
-    )  # where the node has nothing of the file yet
+def test_persistent_store_failure_names_file_and_remedy(bucket, proxied, fault, kind, node_dir):
+    """The error comes within the timeout."""
     faults, options = proxied
     meta = load_metadata("s3://robots/arm", storage_options=options, storage_policy=PATIENT)
     meta.fs.store.patience_s = 0.5
@@ -153,55 +165,47 @@ def test_persistent_store_failure_names_file_and_remedy(bucket, proxied, fault, 
     with pytest.raises(StorageError, match=f"^s3://robots/arm: {file}.*: s3://robots/arm/{file}: {remedy}"):
         read_directly(source)
     assert time.monotonic() - started < 20
-    # What is refused is not asked for again, also where FFmpeg reads again what failed.
+    # A refused request is not repeated, though FFmpeg reads again after errors.
     assert len(faults.of(file)) == 1 if fault == "403" else len(faults.of(file)) >= 1
 
 
-def test_images_are_not_cached_twice(bucket, proxied, tmp_path, monkeypatch):
-    """Not as blocks of their files beside the images."""
-    monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path / "node"))
+def test_images_are_not_cached_twice(bucket, proxied, tmp_path, node_dir):
+    """The images are cached, and not the blocks of their files too."""
     root = make_dataset(tmp_path / "images", cameras={}, image_cameras={TOP: (128, 128)}, noise=64, episodes=(FRAMES,))
     upload(bucket, root, "images")
-    faults, options = proxied
+    _, options = proxied
     policy = StoragePolicy(cache_dir=str(tmp_path / "blocks"))
     meta = load_metadata("s3://robots/images", storage_options=options, storage_policy=policy)
 
     def stored(folder):
-        return sum(path.stat().st_blocks * 512 for path in (tmp_path / folder).rglob("*"))
+        return sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
 
     size = sum((root / file).stat().st_size for file in meta.data_files)
     assert size > 10 * BLOCK_BYTES
     source = datasource([meta], shuffle_seed=0, shuffle_window=16)
-    rows = sum(len(batch["index"]) for batch in source.read_rows(range(FRAMES), 16))
-    assert rows == FRAMES and stored("node") > size / 2
-    assert stored("blocks") < size / 2
+    assert sum(len(batch["index"]) for batch in source.read_rows(range(FRAMES), 16)) == FRAMES
+    assert stored(node_dir) > size / 2 > stored(tmp_path / "blocks")
 
 
-def test_window_requests_are_concurrent(bucket, proxied, tmp_path, monkeypatch):
-    """And nothing asks what the objects are: the driver listed them."""
-    monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path))
+def test_window_requests_are_concurrent(bucket, proxied, node_dir):
+    """And no request asks for an object's size, which the driver listed."""
     faults, options = proxied
     meta = load_metadata("s3://robots/arm", storage_options=options)
     read_directly(datasource([meta], camera_keys=[]))  # the numbers are unpacked
     source = pickle.loads(pickle.dumps(datasource([meta])))
     faults.requests.clear()
     videos = [file for files in meta.video_files.values() for file in files]
-    met = threading.Barrier(len(videos))  # a request is answered when all others are under way
-
-    def wait_for_the_others(request):
-        met.wait(60)
-
-    faults.choose = wait_for_the_others
+    barrier = answer_together(faults, len(videos))
     read_directly(source)
-    assert len(faults.requests) == len(videos) > 4 and not met.broken
+    assert len(faults.requests) == len(videos) > 4 and not barrier.broken
     assert {request.method for request in faults.requests} == {"GET"}
-    # These are no longer than what opening them reads, which the node keeps.
+    # The node caches these files, which are no longer than the part that is read on opening.
     read_directly(source)
     assert len(faults.requests) == len(videos)
 
 
 def test_parquet_column_requests_are_concurrent(bucket, proxied):
-    """Of a row group and the next; what lies between them is not."""
+    """Of two row groups; the bytes between the columns are not fetched."""
     rows = np.random.default_rng(0).integers(0, 2**62, (3, 400_000))
     table, file = pa.table(dict(zip("abc", rows, strict=True))), io.BytesIO()
     pq.write_table(table, file, row_group_size=200_000, use_dictionary=False, compression="none")
@@ -210,14 +214,10 @@ def test_parquet_column_requests_are_concurrent(bucket, proxied):
     fs, path = connect("s3://robots/table.parquet", StoragePolicy(), options)
     with open_parquet(fs, path) as parquet:
         faults.requests.clear()
-        together = threading.Barrier(3)  # the first a; the first c and the second a, which touch; the second c
-
-        def wait_for_the_others(request):
-            together.wait(60)
-
-        faults.choose = wait_for_the_others
-        found = read_columns(parquet, ["a", "c"], Budget("rows", 2**30))
-    assert found.equals(table.select(["a", "c"])) and not together.broken
+        # The first a; the first c and the second a, which touch; the second c.
+        barrier = answer_together(faults, 3)
+        columns = read_columns(parquet, ["a", "c"], Budget("rows", 2**30))
+    assert columns.equals(table.select(["a", "c"])) and not barrier.broken
     assert len(faults.requests) == 3 and sum(r.sent_bytes for r in faults.requests) < 0.8 * len(file.getvalue())
 
 
@@ -229,12 +229,9 @@ def test_storage_flags_reach_file_system(bucket, base, tmp_path, monkeypatch):
     assert run.rows.metas[0].fs.policy == StoragePolicy(30, str(tmp_path / "c"), 2)
 
 
-# ---- Google Cloud Storage ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def google(local, monkeypatch):
-    """A bucket `robots` that is the dataset's parent folder, found by environment variables alone."""
+    """Serve the dataset's parent folder as the bucket `robots`, configured by environment variables."""
     for name in [name for name in os.environ if name.startswith(("GOOGLE_", "GCSFS_", "CLOUDSDK_"))]:
         monkeypatch.delenv(name)
     with serving(GoogleStorage("robots", local.parent)) as endpoint:
@@ -249,9 +246,6 @@ def test_rows_on_google_storage_equal_lerobots(google, local):
     assert_lerobots_rows(rows_in_process(source), local, WINDOWS)
 
 
-# ---- S3, what the program says --------------------------------------------------------------------------------------
-
-
 def test_dry_run_on_s3(bucket, base, tmp_path, capsys):
     assert vla.main([*flags(base, tmp_path / "out", **{"dataset.root": "s3://robots/arm/"}), "--dry_run"]) == 0
     out, err = capsys.readouterr()
@@ -260,14 +254,14 @@ def test_dry_run_on_s3(bucket, base, tmp_path, capsys):
 
 
 def test_serialized_source_holds_no_credentials(bucket):
-    """Workers find them in their own environment: what is sent to them holds none."""
+    """Workers find them in their own environment."""
     source = datasource([load_metadata("s3://robots/arm")])
     sent = pickle.dumps((source, source._context()))
     assert b"robots/arm" in sent and SECRET.encode() not in sent
 
 
 def test_wrong_endpoint_is_reported(bucket, monkeypatch, base, tmp_path, capsys):
-    """Told sooner than a store that goes away later on."""
+    """Reported sooner than a store that fails later."""
     monkeypatch.setattr("vla_finetuning.data.metadata.FIRST_ANSWER_TIMEOUT_S", 0.5)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -279,23 +273,23 @@ def test_wrong_endpoint_is_reported(bucket, monkeypatch, base, tmp_path, capsys)
 
 
 def test_missing_credentials_are_reported(bucket, monkeypatch, base, tmp_path, capsys):
-    """What is public needs none; a store that wants some says no."""
+    """A public object needs none."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     bucket.put_object(Bucket="robots", Key="public", Body=b"1", ACL="public-read")
     fs, path = connect("s3://robots/public", StoragePolicy())
     assert fs.open(path).read() == b"1"
     message = refused(flags(base, tmp_path / "out", **{"dataset.root": "s3://robots/arm"}), capsys)
-    said = "dataset s3://robots/arm: .*PermissionDeniedError: .*; no credentials were found.*: check credentials"
-    assert re.search(said, message)
+    expected = "dataset s3://robots/arm: .*PermissionDeniedError: .*; no credentials were found.*: check credentials"
+    assert re.search(expected, message)
 
 
 @pytest.mark.parametrize("kind", ["vanish", "change"])
-def test_objects_changed_after_listing_are_reported(damaged, bucket, local, tmp_path, monkeypatch, kind):
+def test_objects_changed_after_listing_are_reported(damaged, bucket, local, node_dir, monkeypatch, kind):
     url, prefix = damaged
     source = datasource([load_metadata(url)])
     for file in (source.metas[0].data_files[1], source.metas[0].video_files[TOP][1]):
-        monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path / file))
+        monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(node_dir / file))
         upload(bucket, local, prefix)
         key = {"Bucket": "robots", "Key": f"{prefix}/{file}"}
         if kind == "vanish":
@@ -306,9 +300,6 @@ def test_objects_changed_after_listing_are_reported(damaged, bucket, local, tmp_
             expected, message = StorageError, "the file changed after this run had listed the dataset"
         with pytest.raises(expected, match=f"{re.escape(url)}: {file}.*{message}"):
             read_directly(source)
-
-
-# ---- the Hub -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -330,16 +321,13 @@ def test_gated_hub_dataset_needs_token_and_is_pinned(hub, base, no_ray_cluster, 
         monkeypatch.setattr(vla, "on_cluster", stop_here)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
 
-    def run(*flags_, status=2):
-        assert (
-            vla.main([*flags(base, out, **{"dataset.repo_id": hub.repo_id, "scaling.cpus_per_worker": 0.5}), *flags_])
-            == status
-        )
+    def run(*more, status=2):
+        argv = flags(base, out, **{"dataset.repo_id": hub.repo_id, "scaling.cpus_per_worker": 0.5})
+        assert vla.main([*argv, *more]) == status
         return capfd.readouterr()
 
-    assert (
-        "dataset somebody/else: not on the Hub, or private" in run("--dataset.repo_id=somebody/else", "--dry_run").err
-    )
+    unknown = run("--dataset.repo_id=somebody/else", "--dry_run").err
+    assert "dataset somebody/else: not on the Hub, or private" in unknown
     assert "dataset somebody/arm: no revision 'v9' on the Hub" in run("--dataset.revision=v9", "--dry_run").err
     monkeypatch.delenv("HF_TOKEN")
     refused = run("--dry_run").err
