@@ -21,6 +21,7 @@ from vla_finetuning.rl import loop
 from vla_finetuning.rl.actor import StochasticActor
 from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.objectives.grpo import GRPO
+from vla_finetuning.run.checkpoint import load_progress
 from vla_finetuning.training import state
 
 GROUPS, SIZE, ITERATIONS, PEAK_LR, WARMUP, KL, HELD_OUT = 4, 3, 2, 0.01, 1, 0.02, 4
@@ -97,7 +98,7 @@ class Watched:
             line |= {"success_once": when is not None, "success_decision": when, "success_at_end": when == 0}
             line |= {"rewards": rewards, "total_reward": sum(rewards)}
             if not explores:  # two episodes begin in each state
-                line["initial_state"] = f"{place // 2}"
+                line |= {"initial_state": f"{place // 2}", "instruction": "go"}
         failed = min(played) if explores and self.iterations == ITERATIONS and min(played) < SIZE else None
         if failed is not None:
             line, _ = played[failed]
@@ -270,6 +271,8 @@ def test_every_number_is_a_plain_computation(base, tmp_path, method):
     assert [line.get("nonfinite_steps") for line in lines] == [None, 1, 0]
     assert [("held_out_episodes" in line) for line in lines] == [True, False, True]
     assert 0 < lines[2]["success"] < 1 and lines[1]["lr"] < lines[2]["lr"] == PEAK_LR
+    (checkpoint,) = watched.run.job.checkpoints_dir.glob("step_*")
+    assert load_progress(checkpoint).loss == -np.mean([lines[1]["success"], lines[2]["success"]])
     if method != "filtered":
         assert 0 < lines[2]["clipped"] < 1 and lines[2]["kl"] > 1e-4
     else:

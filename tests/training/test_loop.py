@@ -213,7 +213,9 @@ def test_failed_evaluation_does_not_lose_trained_policy(setting, monkeypatch, ca
     monkeypatch.setattr(after_training.cluster, "run_remote", fails)
     run = resolved(setting)
     monkeypatch.setattr(type(run.rows), "any_held_out", True)
-    assert after_training.evaluate_trained(run) == 5
+    run.job.output_dir.mkdir()
+    (of_fewer_steps := run.job.output_dir / "evaluation.json").write_text("{}")
+    assert after_training.evaluate_trained(run) == 5 and not of_fewer_steps.exists()
     assert "the policy is trained, but could not be evaluated: none of the" in capsys.readouterr().err
 
 
@@ -286,6 +288,7 @@ def test_loss_of_checkpoint_leaves_out_nonfinite_log_steps():
     start = Progress(step=0, rows=0, stream={}, base={}, mode="full", global_batch_size=4)
     worker = SimpleNamespace(preemption_deadline_ms=lambda: None)
     of_loop = SimpleNamespace(worker=worker, attempt=SimpleNamespace(progress=start), step=3, rows=12, clock=UNWATCHED)
+    of_loop.loss_of = lambda line: line["loss"]
     hook, saves = Checkpoints(None), []
     hook._writer = SimpleNamespace(paused_s=lambda: 0.0, save=saves.append)
     hook.on_save(of_loop)

@@ -18,7 +18,10 @@ class CheckpointOptions:
     )
     keep_checkpoints: int = option(2, "Number of newest checkpoints to keep.", min=1)
     keep_best: int = option(
-        0, "Number of best checkpoints to keep besides the newest: those with the most success in training.", min=0
+        0,
+        "Number of best checkpoints to keep besides the newest: those with the most success in training, on average "
+        "since the checkpoint before.",
+        min=0,
     )
 
 

@@ -128,6 +128,9 @@ class GrpoState(LoopState):
     def nonfinite_remedy(self) -> str:
         return "lower --lr, or raise --grpo.warmup"
 
+    def loss_of(self, line: dict[str, Any]) -> float:
+        return -line["success"]
+
     def _learn(self, rollouts: RolloutBatch) -> list[StepResult]:
         """Take an iteration's updates; stop when the divergence exceeds --grpo.target_kl."""
         options, results = self.run.options, list[StepResult]()

@@ -201,8 +201,8 @@ class Checkpoints(Callback):
         return {"save": float(state.worker.rank == 0 and self._writer.due())}
 
     def on_log(self, state: LoopState, line: dict[str, Any]) -> None:
-        if math.isfinite(line["loss"]):  # else all steps of the window were skipped
-            self._losses.append(line["loss"])
+        if math.isfinite(loss := state.loss_of(line)):  # else all steps of the window were skipped
+            self._losses.append(loss)
         # A loss over a part of the held-out rows must not decide which checkpoint is best.
         self._eval_loss = None if line.get("eval_skipped") else line.get("eval_loss")
         line["checkpoint_pause_s"] = self._writer.paused_s()

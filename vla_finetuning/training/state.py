@@ -153,6 +153,10 @@ class LoopState:
         """Return what to do about steps since the last log step whose loss or gradient is not finite."""
         raise NotImplementedError
 
+    def loss_of(self, line: dict[str, Any]) -> float:
+        """Return the loss in a line of the log, whose mean since the last checkpoint ranks a checkpoint."""
+        return line["loss"]
+
     @property
     def finished(self) -> bool:
         return self.step >= self.run.job.steps
