@@ -547,3 +547,5 @@ def test_the_plan_says_which_states_are_held_out_and_a_resume_keeps_them(base, t
     other = in_lists(base, tmp_path / "other", **{"grpo.reserved_states": 2}).job.start
     with pytest.raises(ValueError, match=r"reserved: was .*\[2\].*, is .*\[1, 2\]"):
         check_resumable(run.job.start, other)
+    without = in_lists(base, tmp_path / "none", **{"grpo.reserved_states": 0}).job.start
+    assert without.stream["reserved"]["far/0"] == [0, 1, 2]

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from vla_finetuning.buckets.mirror import fetched_for_good
-from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.rl.resolve import GrpoRun
@@ -41,7 +40,7 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
         "before": PolicySource(policy.folder, copy.deepcopy(policy.config), rename_map=robot.rename_map, **options),
         "after": PolicySource(folder, load_policy_config(folder), **options),  # the export has the environment's names
     }
-    makers, evaluated = task_makers(env), run.config.eval.n_episodes
+    makers, evaluated = run.scene.makers, run.config.eval.n_episodes
     count = -(-FRESH_EPISODES // len(makers))
     fresh = episode_list(LABELS, makers, count, FRESH_SEED, lambda task, i: run.scene.eval_number(task, evaluated + i))
     conditions = {name: Condition(name) for name in LABELS}

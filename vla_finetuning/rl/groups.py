@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.evaluation.intervals import score
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.rl.actor import Actor, StochasticActor, deterministic
@@ -20,7 +19,7 @@ from vla_finetuning.training.worker import Worker
 
 
 def make_rollouts(run: GrpoRun) -> Scheduler:
-    g, makers = run.options, task_makers(run.scene.env)
+    g, makers = run.options, run.scene.makers
     return Scheduler(
         makers, stages=g.env_actors, slots=g.envs_per_actor, cpus=g.env_actor_cpus, step_limit_s=run.job.timeouts.step
     )

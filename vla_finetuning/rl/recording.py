@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from vla_finetuning.buckets.mirror import address, contents, pull, remove
-from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.files import read_lines, write_whole
 from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.rollouts.episodes import PlayedEpisode, pack_actions, unpack_actions
@@ -85,4 +84,4 @@ def record_rollouts(run: GrpoRun) -> None:
         return
     check_episodes(run, run.job.steps)
     (root, about), episodes = destination, list(read_episodes(run))
-    record_played(root, task_makers(run.scene.env), Eyes(run.scene.env, run.policy.config), episodes, about)
+    record_played(root, run.scene.makers, Eyes(run.scene.env, run.policy.config), episodes, about)

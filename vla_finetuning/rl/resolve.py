@@ -13,13 +13,8 @@ from lerobot.envs.utils import env_to_policy_features
 from lerobot.utils.constants import POLICY_PREPROCESSOR_DEFAULT_NAME
 
 from vla_finetuning.buckets.mirror import address
-from vla_finetuning.envs.configs import (
-    env_config,
-    how_drawn,
-    initial_state_counts,
-    longest_episode,
-    task_makers,
-)
+from vla_finetuning.envs.configs import env_config, how_drawn, initial_state_counts, longest_episode, task_makers
+from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.options.fields import decided
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.options.peft import PeftOptions
@@ -101,6 +96,8 @@ class Scene:
     """The environment in which a policy learns; groups rotate through its tasks.
 
     Attributes:
+        makers: a maker of each task's environment. They are made on the driver, which has imported the packages of
+            --env.discover_packages_path.
         cameras: the cameras that the policy sees, by its own keys.
         longest: maximum number of steps of an episode; None if unknown.
         states: initial states of each task that has a list of them. Those of other tasks are drawn from seeds, which
@@ -108,10 +105,14 @@ class Scene:
     """
 
     env: EnvConfig
+    makers: Mapping[str, Maker]
     cameras: tuple[str, ...]
-    tasks: tuple[str, ...]
     longest: int | None
     states: Mapping[str, InitialStates] = field(default_factory=dict)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(self.makers)
 
     def most_decisions(self, n_action_steps: int) -> int:
         """Return the maximum number of decisions of an episode, each of `n_action_steps` actions."""
@@ -165,7 +166,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     """Find and check the policy and the environment. Raises ValueError or FileNotFoundError, which name the remedy."""
     config = with_absolute_paths(decided(config, {"scaling.use_gpu": config.scaling.on_gpus(gpus_found)}))
     env = env_config(config.env_type or "", config.env_options)
-    tasks = tuple(task_makers(env))
+    makers = task_makers(env)
     states = reserve_last(initial_state_counts(env), config.grpo.reserved_states)
     policy_config, folder, base = resolve_policy(config.training(), config.policy_path)
     assert folder is not None  # --policy.path is required
@@ -218,9 +219,9 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
         demonstrations = resolve_demonstrations(config, config.grpo.demonstrations)
         identity["demonstrations"] = demonstrations.identity
     if states:
-        identity["reserved"] = {task: list(split.evaluated) if split.reserved else [] for task, split in states.items()}
+        identity["reserved"] = {task: list(split.evaluated) for task, split in states.items()}
     job = make_job(training, policy, config.grpo.iterations, identity, config.grpo.minibatch)
-    return GrpoRun(config, job, policy, Scene(env, cameras, tasks, longest_episode(env), states), demonstrations)
+    return GrpoRun(config, job, policy, Scene(env, makers, cameras, longest_episode(env), states), demonstrations)
 
 
 def describe_grpo(run: GrpoRun) -> str:
@@ -256,8 +257,9 @@ def describe_grpo(run: GrpoRun) -> str:
         "by the deterministic sampler",
         *_describe_states(g, scene),
         *g.describe_recording(run.episodes),
-        f"Checkpoints  every {config.save_freq} iterations and at the end, keeping the last {config.keep_checkpoints}, "
-        f"in {address(job.checkpoints_dir)}",
+        f"Checkpoints  every {config.save_freq} iterations and at the end, keeping the last {config.keep_checkpoints}"
+        + (f" and the {config.keep_best} best by success in training" if config.keep_best else "")
+        + f", in {address(job.checkpoints_dir)}",
         *config.scaling.describe(job.use_gpu, config.train.precision),
     ]
     return "\n".join(map(escaped, lines))
