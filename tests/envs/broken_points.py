@@ -75,6 +75,12 @@ class Listed(Point):
         return *rest, {"is_success": True} if self.steps == 5 else {}
 
 
+class Named(Point):
+    """Names its step limit, as LeRobot's environments do, and leaves it to others to enforce it."""
+
+    _max_episode_steps = 4
+
+
 DEFECTS = {
     "Listed": (Listed, {}),
     "Silent": (Says, {"info": {"score": 1.0}}),
@@ -92,6 +98,7 @@ DEFECTS = {
 for name, (entry_point, kwargs) in DEFECTS.items():
     gymnasium.register(f"broken/{name}-v0", entry_point=entry_point, kwargs=kwargs, max_episode_steps=5)
 gymnasium.register("broken/Endless-v0", entry_point=Point)
+gymnasium.register("broken/Named-v0", entry_point=Named)
 SHAPES = {"action": (3,), "agent_pos": (3,), "pixels": (32, 32, 3)}
 
 

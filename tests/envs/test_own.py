@@ -20,9 +20,10 @@ from tests.envs.point import Point
 from tests.in_process import TINY
 from tests.rl.test_learning import metrics, resolved, train_as
 from tests.rollouts.test_player import make_base
-from vla_finetuning.envs import contract
+from vla_finetuning.envs import configs, contract
 from vla_finetuning.envs.configs import env_config, initial_state_counts, longest_episode, task_makers
 from vla_finetuning.envs.contract import ContractError
+from vla_finetuning.rl import groups
 from vla_finetuning.rollouts.episodes import Episode, Playing
 from vla_finetuning.rollouts.experts import play_expert
 from vla_finetuning.rollouts.scheduler import Scheduler
@@ -109,6 +110,8 @@ def test_an_end_must_be_known():
     assert played(broken("Endless", "--episode_length=3"))["error"] is None
     with pytest.raises(ContractError, match=message):
         played(task_makers(env_config("unlimited_point", [f"--discover_packages_path={BROKEN}"])))
+    named = ["--task=Named-v0", f"--discover_packages_path={BROKEN}"]
+    assert played(task_makers(env_config("unlimited_point", named)))["steps"] == 4
 
 
 def test_a_line_is_json():
@@ -208,6 +211,16 @@ def test_grpo_learns_in_an_environment_of_ones_own(tiny_base, tmp_path, monkeypa
     first, last = metrics(run)
     assert first["held_out_episodes"] == 4 and last["episodes"] == 12 and last["updates"] > 0
     assert len(actions) >= 12 and np.shape(actions) == (len(actions), 3)
+
+
+def test_grpo_workers_use_makers_of_the_driver(tiny_base, tmp_path, monkeypatch):
+    """A worker has not imported the packages of --env.discover_packages_path."""
+    env = {"env.discover_packages_path": BROKEN, "env.type": "unlimited_point", "env.task": "Listed-v0"}
+    run = resolved(tiny_base, tmp_path / "run", **env, **{"env.episode_length": None, "grpo.reserved_states": 1})
+    monkeypatch.setattr(configs, "_discovered", {})
+    monkeypatch.setattr(groups, "Scheduler", lambda makers, **_: makers)
+    (maker,) = groups.make_rollouts(pickle.loads(pickle.dumps(run))).values()
+    assert maker.keywords["packages"] == (BROKEN,)
 
 
 def test_states_of_a_list_are_counted_and_recorded_from():

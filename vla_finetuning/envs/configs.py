@@ -359,13 +359,11 @@ def _no_input() -> Iterator[None]:
 
 
 def _lerobot_env(config: EnvConfig, suite: str, number: int) -> gymnasium.Env[Any, Any]:
-    """Make the environment of one task, with the step limit of LeRobot's evaluation."""
+    """Make the environment of one task."""
     changes: dict[str, Any] = {"task_ids": [number]} if hasattr(config, "task_ids") else {}
     if suite in [name.strip() for name in str(config.task).split(",")]:  # a name may stand for several suites
         changes["task"] = suite
-    env = _create_envs(replace(config, **changes))[suite, number]
-    limit, env = getattr(env.unwrapped, "_max_episode_steps", None), _adapted(config, env)
-    return env if limit is None else gymnasium.wrappers.TimeLimit(env, limit)
+    return _adapted(config, _create_envs(replace(config, **changes))[suite, number])
 
 
 def _adapted(config: EnvConfig, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:

@@ -123,6 +123,8 @@ def checked(
 ) -> gymnasium.Env[Any, Any]:
     """Make an environment wrapped in `Contract`, after its packages are imported. Runs in a stage.
 
+    Its step limit is enforced, as by LeRobot's evaluation: an environment may only name it.
+
     Args:
         make: a pickled `Maker`.
         module: module of the user's own environment; None for LeRobot's and ours.
@@ -131,7 +133,10 @@ def checked(
         load_package(package)
     if module is not None:
         load_module(module)
-    return Contract(pickle.loads(make)(), shapes or {}, module is not None)
+    env = pickle.loads(make)()
+    if (limit := attribute(env, "_max_episode_steps")) is not None:
+        env = gymnasium.wrappers.TimeLimit(env, limit)
+    return Contract(env, shapes or {}, module is not None)
 
 
 def _differ(a: Observation, b: Observation) -> bool:
