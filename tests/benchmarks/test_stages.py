@@ -65,7 +65,7 @@ def test_obeyed_are_those_that_reached_the_named_bin(tmp_path, monkeypatch):
         {"task": "t", "initial_state": n, "error": None, "info": {"reached": reached}, "success_once": reached == "red"}
         for n, reached in enumerate(("red", "blue", ""))
     ]
-    lines = [{**line, "success_at_end": line["success_once"]} for line in lines]
+    lines = [{**line, "instruction": "go", "success_at_end": line["success_once"]} for line in lines]
     folders = []
     monkeypatch.setattr(insulation, "read_evaluation", lambda folder: (folders.append(folder), lines))
     monkeypatch.setattr(insulation, "run_stages", lambda stages: 0)

@@ -26,7 +26,7 @@ from vla_finetuning.buckets.mirror import as_path
 from vla_finetuning.envs.protocol import select_rows
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.evaluation import trial
-from vla_finetuning.evaluation.episodes import read_actions, read_evaluation
+from vla_finetuning.evaluation.episodes import EvaluationFolder, read_actions, read_evaluation
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.command_line import parse_evaluate
 from vla_finetuning.policies.saving import save_pretrained
@@ -215,6 +215,10 @@ def test_episodes_whose_actions_were_not_written_cannot_be_recorded(evaluated, f
     plain = shutil.copytree(evaluated[0], tmp_path / "plain", ignore=shutil.ignore_patterns("actions*"))
     assert evaluate.main([*flags, f"--output_dir={plain}", f"--eval.record_dataset={tmp_path / 'late'}"]) == 1
     assert "has no actions of 6 episodes" in capsys.readouterr().err
+    assert evaluate.main([*flags, f"--output_dir={plain}", "--eval.videos=3"]) == 0
+    assert "Films        " in (out := capsys.readouterr().out) and "were played with --eval.videos 0" in out
+    assert evaluate.main([*flags, f"--output_dir={plain}", f"--eval.record_dataset={plain}"]) == 2
+    assert "--eval.record_dataset: the --output_dir is for the evaluation" in capsys.readouterr().err
 
 
 def test_episodes_that_all_ended_in_an_error_cannot_be_recorded(tmp_path, monkeypatch):
@@ -279,6 +283,8 @@ def test_from_a_bucket_to_a_bucket(ray_cluster, folder, tmp_path, capsys, monkey
         # Of a line's actions and the line, the line comes last.
         puts = [r.path.split("/")[3] for r in faults.requests if r.method == "PUT" and r.path.endswith(".jsonl")]
         assert puts[-2:] == ["actions.jsonl", "episodes.jsonl"]
+        EvaluationFolder(as_path("s3://runs/begun"), {"policy": {}}, [])  # and its process is killed
+        assert Bucket("s3://runs/begun").read("evaluated.json")
         forget()
         assert read_evaluation(as_path(there))[1] == lines
         played, expected = actions_of(as_path(there)), actions_of(plain)
@@ -418,8 +424,9 @@ def test_of_several_robots_the_one_that_the_environment_shows(folder, tmp_path):
 @pytest.mark.parametrize(
     ("type", "options", "differ"),
     [
-        ("two_bins", ["--task=a"], False),
+        ("metaworld", ["--task=a"], False),
         ("two_bins", ["--fps=5"], True),
+        ("aloha", ["--task=a"], True),
         ("gym", ["--task=my/Reach-v1"], True),
         ("own", ["--discover_packages_path=mine", "--task=a"], True),
     ],

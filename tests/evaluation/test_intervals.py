@@ -34,6 +34,7 @@ def test_wilson_against_the_papers_that_recommend_it():
 
 def line(number, success, error=None, state="s", at_end=None, **other):
     named = {"condition": "plain", "task": "t", "episode": number, "seed": 1000 + number, "initial_state": None}
+    named["instruction"] = None if error else "go"
     if error is None:
         named["initial_state"] = f"{state}{number}"
     at_end = success if at_end is None else at_end
@@ -62,6 +63,7 @@ def test_episodes_of_one_scene_count_once():
     assert (found["successes"], found["episodes"], found["scenes"]) == (8, 8, 1)
     assert found["interval"] == list(wilson(1, 1)) and "; 8 episodes of 1 distinct scene" in share(found)
     assert score([*eight[:4], *(line(n, True, initial_state="s", task="u") for n in range(4))])["scenes"] == 2
+    assert score([*eight[:4], *(line(n, True, initial_state="s", instruction="stay") for n in range(4))])["scenes"] == 2
     # Two of three from one state, and one from another that failed.
     mixed = [*(line(n, n > 0, initial_state="s") for n in range(3)), line(3, False)]
     assert score(mixed)["interval"] == list(wilson(2 / 3, 2))
@@ -93,8 +95,11 @@ def test_pairs_are_counted_and_errors_left_out():
 def test_what_cannot_be_paired_is_refused():
     with pytest.raises(ValueError, match="not over the same list.*--seed"):
         paired([line(0, True)], [line(1, True)])
-    with pytest.raises(ValueError, match="episode 0 .seed 1000. began in another state"):
-        paired([line(0, True)], [line(0, True, state="other")])
+    for other in (line(0, True, state="other"), line(0, True, instruction="stay")):
+        with pytest.raises(
+            ValueError, match="episode 0 .seed 1000. began with another instruction or in another state"
+        ):
+            paired([line(0, True)], [other])
 
 
 def compared(scenes, only_a, only_b):

@@ -309,6 +309,16 @@ def test_a_run_keeps_the_choice_of_its_statistics(setting, tmp_path):
         checked(changed, run.job.start, run.job.steps, run.job.disk_bytes)
 
 
+def test_resume_with_another_environment_is_refused_after_an_evaluation(setting, tmp_path):
+    run = started(setting, tmp_path / "run")
+    changed = replace(run.config, resume=True, env_type="two_bins")
+    checked(changed, run.job.start, run.job.steps, run.job.disk_bytes)
+    line = {"step": 2, "episodes": 50, "successes": 50}
+    (tmp_path / "run" / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match="env_type was None, is two_bins: evaluations.jsonl has the success"):
+        checked(changed, run.job.start, run.job.steps, run.job.disk_bytes)
+
+
 def test_a_run_that_was_trained_is_not_begun_anew(finished, tmp_path, capsys):
     """By a dry run, by a start, and by training processes whose checkpoints went away meanwhile."""
     run, exported = finished

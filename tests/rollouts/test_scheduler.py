@@ -107,14 +107,15 @@ class Echo:
     """A player that says which it is and what it saw."""
 
     def __init__(self, name):
-        self.name = name
+        self.name, self.batches = name, []
 
-    weights_bytes = 0
+    weights_bytes, predicts_rows_alone = 0, False
 
     def load(self, threads, other=None):
         return self
 
     def act(self, observation, instructions, keys, delay, left):
+        self.batches.append(len(keys))
         image = observation["pixels"]["top"].reshape(len(keys), -1).max(1)
         rows = zip(image, observation["agent_pos"][:, 0], instructions, keys, strict=True)
         return [Acted(np.array([[self.name, i, x, len(task), key[2]]], float)) for i, x, task, key in rows]
@@ -123,7 +124,8 @@ class Echo:
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_server_gives_each_row_its_own(exact):
     """Rows of several policies and stages in one call, some of them blindfolded."""
-    server = PolicyServer({"a": Echo(1), "b": Echo(2)}, batch_size=2, exact=exact)
+    players = {"a": Echo(1), "b": Echo(2)}
+    server = PolicyServer(players, batch_size=2, exact=exact)
     seen = [
         {"agent_pos": np.arange(n)[:, None] + 10.0 * first, "pixels": {"top": np.full((n, 4, 4, 3), 9, np.uint8)}}
         for first, n in ((1, 3), (2, 2))
@@ -135,6 +137,10 @@ def test_a_server_gives_each_row_its_own(exact):
     xs = [10, 11, 12, 20, 21]
     assert actions[:, 0].tolist() == [[1 + i % 2, 0 if i in (1, 4) else 9, xs[i], i, 100 + i] for i in range(5)]
     assert all(part["pixels"]["top"].all() for part in seen)
+    assert players["a"].batches == ([2, 2] if exact else [2, 1])  # three rows
+    players["a"].predicts_rows_alone = True  # a full batch would not change the result
+    server.act(rows, *seen)
+    assert players["a"].batches[2:] == [2, 1]
 
 
 # ---- capacity -------------------------------------------------------------------------------------------------------

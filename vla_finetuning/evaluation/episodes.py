@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.buckets.mirror import address, pull, remove
+from vla_finetuning.buckets.mirror import address, pull, push, remove
 from vla_finetuning.files import append_line, drop_half_line, read_json, read_lines, write_json, write_whole
 from vla_finetuning.rollouts.episodes import Episode, episode_key, pack_actions, unpack_actions
 
@@ -50,6 +50,7 @@ class EvaluationFolder:
         elif not stored and self._path.exists():
             raise ValueError(f"{address(self._path)} is there without {EVALUATED_NAME}: choose another --output_dir")
         write_json(folder / EVALUATED_NAME, about)
+        push(folder / EVALUATED_NAME)  # before episodes.jsonl, which is refused without it
         lines = [json.loads(line) for line in read_lines(self._path)]
         done = {episode_key(line): line for line in lines if line["error"] is None}
         self.pending = [episode for episode in episodes if episode_key(vars(episode)) not in done]

@@ -1,7 +1,7 @@
 """Compute success rates with confidence intervals, and compare two policies by a paired test.
 
-An episode has two outcomes: success at any time, as in `lerobot-eval`, and success in the last step. Episodes that
-begin in the same state of the same task are not independent. Intervals and tests therefore count each such scene once,
+An episode has two outcomes: success at any time, as in `lerobot-eval`, and success in the last step. Episodes with the
+same task, instruction and initial state are not independent. Intervals and tests therefore count each such scene once,
 by the mean of its episodes.
 """
 
@@ -34,7 +34,7 @@ def wilson(successes: float, scenes: int) -> tuple[float, float]:
 def scene_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the key of an episode's scene; a failed episode is a scene of its own."""
     if line["error"] is None:
-        return line["task"], line["initial_state"]
+        return line["task"], line["instruction"], line["initial_state"]
     return line["task"], line["episode"], line["seed"], None
 
 
@@ -138,11 +138,11 @@ def paired(
         )
     pairs = [pair for pair in zip(a, b, strict=True) if all(line["error"] is None for line in pair)]
     for line_a, line_b in pairs:
-        if line_a["initial_state"] != line_b["initial_state"]:
+        (_, *began_a), (_, *began_b) = scene_of(line_a), scene_of(line_b)
+        if began_a != began_b:
             raise ValueError(
-                f"{line_a['task']}, episode {line_a['episode']} (seed {line_a['seed']}) began in another state: "
-                f"{line_a['initial_state']} and {line_b['initial_state']}; evaluate both with the same version of the "
-                "environment"
+                f"{line_a['task']}, episode {line_a['episode']} (seed {line_a['seed']}) began with another instruction "
+                f"or in another state: {began_a} and {began_b}; evaluate both with the same version of the environment"
             )
     return pairs
 

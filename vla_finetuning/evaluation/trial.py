@@ -16,7 +16,7 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.policies.rtc import RTCConfig
 
 from vla_finetuning.buckets.mirror import address, as_path, pull
-from vla_finetuning.envs.configs import DISCOVER, env_config, task_makers
+from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.episodes import EvaluationFolder, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import comparison_text, score, share
@@ -119,6 +119,8 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         about=about,
         dataset=None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute(),
     )
+    if trial.dataset == output_dir:
+        raise ValueError("--eval.record_dataset: the --output_dir is for the evaluation; give another folder")
     if trial.dataset is not None:
         is_recorded(trial.dataset, {**about, "episodes": len(trial.episodes)})
     return trial
@@ -246,11 +248,16 @@ def record_trial(trial: Trial) -> None:
 
 def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
     """Make films of the episodes of `select_films` with stored actions, and write films.json."""
-    stored, chosen = read_actions(trial.output_dir), []
-    for line in select_films(lines, trial.config.videos):
+    stored, selected, chosen = read_actions(trial.output_dir), select_films(lines, trial.config.videos), []
+    for line in selected:
         if (actions := stored.get(episode_key(line))) is not None:
             title = line["task"] if len(trial.conditions) == 1 else f"{line['task']}, {line['condition']}"
             chosen.append((title, line, actions))
+    if missing := len(selected) - len(chosen):
+        print_safe(
+            f"Films        {missing} of {len(selected)} are missing: their episodes were played with --eval.videos 0; "
+            "give another --output_dir"
+        )
     films = make_films(trial.output_dir, trial.makers, chosen) if chosen else []
     write_json(trial.output_dir / FILMS_INDEX, {"videos": trial.config.videos, "films": films})
 
@@ -322,5 +329,5 @@ def compare_folders(a: Path, b: Path) -> tuple[str, int]:
 
 def _options_of(env: Mapping[str, Any]) -> tuple[str, set[str]]:
     """Return an environment's type and options, without --task where the list of episodes names the tasks."""
-    is_own = env["type"] == "gym" or any(option.startswith(DISCOVER) for option in env["options"])
-    return env["type"], {option for option in env["options"] if is_own or not option.startswith("--task=")}
+    is_named = env["type"] in ("libero", "metaworld")
+    return env["type"], {option for option in env["options"] if not (is_named and option.startswith("--task="))}

@@ -182,7 +182,7 @@ class Player:
         config: Any = policy.config
         family = family_of(config)
         self._policy, self._pre, self._post = policy.eval(), preprocessor, postprocessor
-        self._acting, self._has_own_draws = acting, family.chunk_draws == "its own"
+        self._acting, self.predicts_rows_alone = acting, family.chunk_draws == "its own"
         self._device = next(policy.parameters()).device
         # Current chunk of each episode, for select_action.
         self._chunks: dict[tuple[int, str, int], torch.Tensor] = {}
@@ -228,7 +228,7 @@ class Player:
             observation: N rows in the form of gymnasium's vector environments.
             rests: rest of each row's last chunk; None for an episode's first chunk, which all rows have or none.
         """
-        if self._has_own_draws and len(keys) > 1:
+        if self.predicts_rows_alone and len(keys) > 1:
             # The policy has one generator for a whole batch, so predict each row alone, preprocessing included:
             # processors of language models pack the images of a batch, and others keep the states of the last batch.
             return [

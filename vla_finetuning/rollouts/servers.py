@@ -86,10 +86,12 @@ class PolicyServer:
         for i, row in enumerate(rows):
             groups.setdefault((row.policy, row.delay, row.rest is None), []).append(i)
         for (policy, delay, _), numbers in groups.items():
+            player = self._players[policy]
+            is_filled = self._exact and not player.predicts_rows_alone
             for batch in itertools.batched(numbers, self._batch_size):
-                padded = [*batch, *[batch[-1]] * (self._batch_size - len(batch))] if self._exact else batch
+                padded = [*batch, *[batch[-1]] * (self._batch_size - len(batch))] if is_filled else batch
                 shown = select_rows(seen, padded), [rows[i].instruction for i in padded], [rows[i].key for i in padded]
-                acted = self._players[policy].act(*shown, delay, [rows[i].rest for i in padded])
+                acted = player.act(*shown, delay, [rows[i].rest for i in padded])
                 decided |= dict(zip(batch, acted, strict=False))
         return [decided[i] for i in range(len(rows))]
 

@@ -89,6 +89,8 @@ SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac", "optimi
 NORMALISATION = ("dataset.statistics", "dataset.mixture_stats", "dataset.use_imagenet_stats")
 # Begins the names of files and folders that test the storage.
 PROBE = ".storage-"
+# Options that choose the episodes that checkpoints play.
+EVALUATION_OPTIONS = ("env_type", "env_options", "eval.n_episodes")
 RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
@@ -197,6 +199,11 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
         for changed in changed_options(config):
             if changed.startswith(NORMALISATION) and latest_checkpoint(config.folder / CHECKPOINTS_NAME) is not None:
                 raise ValueError(f"--{changed}: a run keeps its statistics; give what it was, or another --output_dir")
+            if changed.startswith(EVALUATION_OPTIONS) and evaluations(config.folder):
+                raise ValueError(
+                    f"{changed}: {EVALUATIONS_NAME} has the success of checkpoints as it was; give what it was, or "
+                    f"remove {EVALUATIONS_NAME}, and the checkpoints that are left play again"
+                )
             print_safe(f"Changed      {changed}")
         yield
 
