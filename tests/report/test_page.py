@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.buckets import runs_bucket
 from tests.datasets import make_dataset
 from tests.loopback import Handler, serving
 from tests.pages import check_page
@@ -212,6 +213,9 @@ def test_the_command_writes_it_anew(folder, tmp_path, capsys):
     assert Path(capsys.readouterr().out.strip()) == folder / "report.html"
     assert report.main([str(tmp_path / "nowhere")]) == 2
     assert "holds no run" in capsys.readouterr().err
+    with runs_bucket():
+        assert report.main(["s3://nowhere/run"]) == 2
+    assert "there is no s3://nowhere" in capsys.readouterr().err
 
 
 # ---- in a browser -----------------------------------------------------------------------------------------------

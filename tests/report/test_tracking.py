@@ -76,6 +76,11 @@ def a_whole_run(folder, name):
     resumed_to_the_end(folder, name)
 
 
+def a_whole_run_after_one_without_lines(folder, name):
+    Follower(folder, name, PROJECT).finish()
+    a_whole_run(folder, name)
+
+
 def until_it_stops(folder, name):
     follower = Follower(folder, name, PROJECT)
     logged(folder, 10, 20, 30)
@@ -252,7 +257,8 @@ def test_others_show_what_metrics_jsonl_says(folder, tmp_path, monkeypatch, name
                 shutil.rmtree(machine)
     else:
         directory = str(tmp_path / "trackio")
-        points, lr, revision = read_after("a_whole_run", folder, name, TRACKIO_DIR=directory)
+        part = "a_whole_run_after_one_without_lines" if name == "trackio" else "a_whole_run"
+        points, lr, revision = read_after(part, folder, name, TRACKIO_DIR=directory)
         assert said(folder) == LOSSES
     losses = {step: value for step, key, value in points if key == "train/loss"}
     assert list(losses.items()) == LOSSES

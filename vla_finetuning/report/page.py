@@ -470,14 +470,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=as_path, help="a run's folder")
     folder = parser.parse_args(argv).output_dir
-    url = address(folder)
     escape_warnings()
-    pull(folder)
-    if not (folder / CONFIG_NAME).is_file():
-        print_safe_error(f"{url} holds no run: {CONFIG_NAME} is missing; give a run's --output_dir")
+    try:
+        pull(folder)
+        if not (folder / CONFIG_NAME).is_file():
+            raise ValueError(f"{address(folder)} holds no run: {CONFIG_NAME} is missing; give a run's --output_dir")
+        with synced(folder):
+            print_safe(address(write_report(folder)))
+    except (ValueError, OSError) as error:
+        print_safe_error(error)
         return 2
-    with synced(folder):
-        print_safe(address(write_report(folder)))
     return 0
 
 

@@ -222,10 +222,13 @@ class Trackio(WeightsAndBiases):
     def __init__(self, folder: Path, project: str, run_id: str | None, about: Mapping[str, Any]):
         import trackio
 
-        # Trackio identifies a run by its name.
-        self.run_id = run_id or f"{folder.name}-{uuid.uuid4().hex[:8]}"
         options: dict[str, Any] = {"config": dict(about), "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        self._run = trackio.init(project=project, name=self.run_id, resume="must" if run_id else "never", **options)
+        try:
+            self._run = trackio.init(project=project, name=run_id, resume="must", **options)
+        except ValueError:  # no name, or no such run in this database, where a run's first line creates it
+            name = f"{folder.name}-{uuid.uuid4().hex[:8]}"
+            self._run = trackio.init(project=project, name=name, resume="never", **options)
+        self.run_id = self._run.name  # which identifies a run
 
     def close(self) -> None:
         self._run.finish()
