@@ -37,7 +37,7 @@ class Seeing:
     writes: bool = False
     device: str = "cpu"
 
-    weights_bytes = 0
+    weights_bytes, predicts_rows_alone = 0, False
 
     def load(self, threads, other=None):
         return self
