@@ -122,7 +122,7 @@ def evaluate(run: GrpoRun) -> int:
         print_safe_text(success_lines(scores))
         return 0
     except (RayError, RuntimeError, ValueError, OSError) as error:
-        print_safe_error(f"the policy is trained, but could not be tried: {root_cause(error)}")
+        print_safe_error(f"the policy is trained, but could not be evaluated: {root_cause(error)}")
         return 5
 
 

@@ -235,10 +235,10 @@ def test_without_capacity_it_is_all_done_at_the_end(run, played, monkeypatch, ca
             saved(run, step)
         time.sleep(0.2)
         assert played.steps == [] and not data.exclude_resources.cpu
-    assert "beside the training it needs 1 CPU, 0.5 of the cluster's are to spare" in capsys.readouterr().out
+    assert "after the training: beside it, it needs 1 CPU, 0.5 of the cluster's are to spare" in capsys.readouterr().out
     assert evaluator.finish() == 0
     printed = capsys.readouterr()
-    assert played.steps == [2, 8] and "not of step 4, 6: no checkpoint is left" in printed.err
+    assert played.steps == [2, 8] and "step 4, 6 was not evaluated: its checkpoint is deleted" in printed.err
 
 
 def test_room_that_others_took_is_waited_for_at_the_end(run, played, capsys):
@@ -248,9 +248,9 @@ def test_room_that_others_took_is_waited_for_at_the_end(run, played, capsys):
     with evaluator.beside(run, ExecutionOptions()):
         saved(run, 2)
         eventually(lambda: not evaluator._thread.is_alive())
-    assert "evaluation   at the end of the run: needs 1 CPU" in capsys.readouterr().out
+    assert "evaluation   after the training: needs 1 CPU" in capsys.readouterr().out
     assert evaluator.finish() == 5
-    assert "not of step 2: needs 1 CPU; --resume tries again" in capsys.readouterr().err
+    assert "step 2 was not evaluated: needs 1 CPU; --resume tries again" in capsys.readouterr().err
     played.error = None
     assert evaluator.finish() == 0
 
@@ -319,7 +319,7 @@ def test_pictures_that_were_drawn_otherwise_are_refused(run, monkeypatch):
     """What a recorded dataset says of its own, and what this environment would show."""
     monkeypatch.setattr(during, "how_drawn", lambda meta: {"type": "two_bins", "image_size": [9, 8]})
     monkeypatch.setattr(configs, "how_drawn", lambda config: {"type": "two_bins", "image_size": [9, 9]})
-    with pytest.raises(ValueError, match=r"two_bins were drawn otherwise.*give --env.image_size=\[9,8\]"):
+    with pytest.raises(ValueError, match=r"images were rendered with other options.*give --env.image_size=\[9,8\]"):
         Evaluator(run, policy_at)
 
 

@@ -400,7 +400,7 @@ def test_rewards_that_never_differ_are_said_after_the_first_iteration(base, tmp_
     with pytest.raises(ValueError, match="0 of 12 episodes succeeded.*more imitation.*--grpo.noise_level"):
         train(run)
     played = SimpleNamespace(returns=torch.ones(4, 3), success=torch.ones(4, 3))
-    with pytest.raises(ValueError, match="nothing left to learn"):
+    with pytest.raises(ValueError, match="succeeds in every episode already: choose a harder"):
         groups.check_first(run.options, 0, played, torch.zeros(4, 3))
     groups.check_first(run.options, 1, played, torch.zeros(4, 3))  # later it may happen
 
@@ -455,7 +455,7 @@ def test_the_plan_says_how_long_an_iteration_takes_and_what_it_waits_for(base, t
     assert beside.needed - plain.needed == plain.weights > 0  # those of the policy that the run started from
     text = "\n".join(expected_times(run, simulated))
     assert "on a H100 at 35% of its peak (assumed)" in text and "an iteration 5 s" in text
-    assert "it waits for the simulation: --grpo.env_actors 12, one for each episode of a worker" in text
+    assert "the simulation is the bottleneck: --grpo.env_actors 12, one for each episode of a worker" in text
     many = replace(run, config=replace(run.config, grpo=replace(run.options, env_actors=40)))
     assert "simulation 0.90 s an iteration, on 12 processes" in "\n".join(expected_times(many, simulated))
     assert "it waits" not in "\n".join(expected_times(run, Simulated(0.0, 0.0, 0.0)))

@@ -188,10 +188,10 @@ def test_rows_are_their_own_in_a_batch(pi05):  # noqa: F811
 @pytest.mark.parametrize(
     ("steps", "delay", "controller", "message"),
     [
-        (8, 3, "chunk", "nothing is left until the next one arrives; give --policy.n_action_steps from 3 to 7"),
+        (8, 3, "chunk", "it ends before the next one arrives; give --policy.n_action_steps from 3 to 7"),
         (2, 3, "chunk", "the next is due before it arrives; give --policy.n_action_steps from 3 to 7"),
         (5, 6, "chunk", "a chunk must have at least 12 actions; lower --eval.latency_s"),
-        (10, 0, "rtc", "nothing is left until the next one arrives; give --policy.n_action_steps from 1 to 9"),
+        (10, 0, "rtc", "it ends before the next one arrives; give --policy.n_action_steps from 1 to 9"),
         (7, 3, "chunk", None),
         (9, 0, "rtc", None),
         (5, 5, "rtc", None),

@@ -74,7 +74,7 @@ def test_without_a_state_the_outcome_tells_episodes_apart(episode):
     """An environment without `state_hash` gives none for an end that was not rendered."""
     line, actions, _ = episode
     for other, executed in (({"success_at_end": False}, actions), ({"success_at_end": False}, actions[:5])):
-        with pytest.raises(NotRepeatedError, match="ended otherwise"):
+        with pytest.raises(NotRepeatedError, match="ended differently"):
             film(MAKE, {**line, "final_state": "", **other}, executed)
 
 

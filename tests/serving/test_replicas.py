@@ -99,7 +99,7 @@ def test_a_replica_that_dies_costs_the_requests_in_flight_and_no_other(service, 
             time.sleep(0.05)
         others = [threads.submit(run, i) for i in range(CLIENTS - 1)]
         os.kill(int(note.read_text()), signal.SIGKILL)
-        assert "is gone (ActorDiedError); send the observation again" in in_flight.result()
+        assert "has died (ActorDiedError); send the observation again" in in_flight.result()
         killed.set()
         results = [future.result() for future in others]
     for i, answers in enumerate(results):

@@ -309,9 +309,7 @@ def check_drawn(trained: Any, config: EnvConfig, path: object) -> None:
         return  # recorded in another environment, or unknown
     if differ := {key: trained[key] for key in rendering if key in trained and trained[key] != rendering[key]}:
         flags = " ".join(f"--env.{key}={str(value).replace(' ', '')}" for key, value in differ.items())
-        raise ValueError(
-            f"{path}: its pictures of --env.type={config.type} were drawn otherwise ({ENVIRONMENT_NAME}): give {flags}"
-        )
+        raise ValueError(f"{path}: its images were rendered with other options ({ENVIRONMENT_NAME}): give {flags}")
 
 
 def check_rate(fps: float, step: int, config: EnvConfig, path: object) -> None:
@@ -320,7 +318,7 @@ def check_rate(fps: float, step: int, config: EnvConfig, path: object) -> None:
         raise ValueError(
             f"{path}: the policy's actions are {step} frames apart, {fps:g} per second (fps in the mixture), and "
             f"--env.type={config.type} takes {config.fps} per second: train without fps, or give --env.fps={fps:g} if "
-            "an action lasts so long there"
+            "the environment holds each action for that long"
         )
 
 

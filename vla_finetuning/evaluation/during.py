@@ -94,7 +94,7 @@ class Evaluator:
         stages, missing = capacity_beside(run.job.scaling, run.config.eval, ray.cluster_resources())
         if missing is not None:
             if run.config.env_eval_freq:
-                print_safe(f"Evaluation   at the end of the run: beside the training it {missing}")
+                print_safe(f"Evaluation   after the training: beside it, it {missing}")
             yield
             return
         playing = ExecutionResources(cpu=SERVER_CPUS + stages * STAGE_CPUS, gpu=int(run.job.use_gpu))
@@ -135,9 +135,11 @@ class Evaluator:
         freq = run.config.env_eval_freq
         due = range(freq, run.job.steps, freq) if freq else ()
         if gone := [str(step) for step in due if step not in done and step not in self._failed]:
-            print_safe(f"             not of step {', '.join(gone)}: no checkpoint is left", file=sys.stderr)
+            print_safe(
+                f"             step {', '.join(gone)} was not evaluated: its checkpoint is deleted", file=sys.stderr
+            )
         for step, problem in self._failed.items():
-            print_safe(f"             not of step {step}: {problem}; --resume tries again", file=sys.stderr)
+            print_safe(f"             step {step} was not evaluated: {problem}; --resume tries again", file=sys.stderr)
         return 5 if self._failed else 0
 
     def _follow(self, options: EvalOptions) -> None:
@@ -163,7 +165,7 @@ class Evaluator:
             self._evaluate(step, options)
         except NoCapacityError as error:
             if self._training.is_set():
-                print_above_bar(f"evaluation   at the end of the run: {error}")
+                print_above_bar(f"evaluation   after the training: {error}")
                 return False
             self._failed[step] = str(error)
         except Exception as error:  # an environment may raise anything, and the training goes on

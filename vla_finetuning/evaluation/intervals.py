@@ -119,7 +119,7 @@ class Comparison:
     def verdict(self) -> str:
         """Return the verdict as text; one policy is better only if the exact test is below 5 %."""
         if self.p_value >= 1 - CONFIDENCE:
-            return "cannot tell: so large a difference is likely between equal policies; more episodes would say more"
+            return "cannot tell: equal policies often differ as much by chance; more episodes would say more"
         a, b = self.better
         return f"{'B' if b > a else 'A'} succeeds more often"
 

@@ -206,7 +206,7 @@ def describe_controller(source: PolicySource) -> list[str]:
         if getattr(source.config, MAX_DELAY, 0):
             how = f"given the actions that are executed meanwhile, as in training (--policy.{MAX_DELAY})"
         else:
-            how = f"guided to what was left of the last, as by lerobot-rollout with {flags_of_rtc(source.config)}"
+            how = f"guided to the rest of the one before, as by lerobot-rollout with {flags_of_rtc(source.config)}"
         return [f"Controller   rtc: each chunk was {how}"]
     if relative_actions(source.config) is None:
         return []
@@ -254,10 +254,7 @@ def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
             title = line["task"] if len(trial.conditions) == 1 else f"{line['task']}, {line['condition']}"
             chosen.append((title, line, actions))
     if missing := len(selected) - len(chosen):
-        print_safe(
-            f"Films        {missing} of {len(selected)} are missing: their episodes were played with --eval.videos 0; "
-            "give another --output_dir"
-        )
+        print_safe(f"Films        {missing} are missing: their episodes were played with --eval.videos 0")
     films = make_films(trial.output_dir, trial.makers, chosen) if chosen else []
     write_json(trial.output_dir / FILMS_INDEX, {"videos": trial.config.videos, "films": films})
 
@@ -293,7 +290,7 @@ def success_text(lines: Sequence[Mapping[str, Any]], latency_s: float | None = N
     text = [f"Success      {share(every)}{at}"]
     text += [f"             {share(part)}  {escaped(part['label'])}" for part in parts]
     if at_reset := sum(line["success_at_reset"] for line in played):
-        text.append(f"             {at_reset} of them at reset already")
+        text.append(f"             {at_reset} of them succeeded before the first action")
     failed = [line for line in lines if line["error"] is not None]
     for line in failed[:5]:
         text.append(f"Not played   {escaped(line['task'])}, seed {line['seed']}: {escaped(line['error'])}")

@@ -85,7 +85,7 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
     digits = 0 if simulation_s > 10 else 2
     lines = [
         f"Expected     simulation {simulation_s:.{digits}f} s an iteration, on {processes} processes per worker: a "
-        f"step {1e3 * simulated.step_s:.1f} ms, looking {1e3 * simulated.render_s:.1f} ms (measured here, in one "
+        f"step {1e3 * simulated.step_s:.1f} ms, rendering {1e3 * simulated.render_s:.1f} ms (measured here, in one "
         "process)"
     ]
     # `flops_per_sample` of "full" is a forward and a backward pass, which is twice the forward.
@@ -100,10 +100,10 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
     whole_s = max(simulation_s, acting_s) + updating_s
     if simulation_s > acting_s:
         enough = math.ceil(processes * simulation_s / acting_s)
-        remedy = f"--grpo.env_actors {enough} would be as fast as acting"
+        remedy = f"--grpo.env_actors {enough} would be as fast as the policy"
         if enough > episodes:
-            remedy = f"--grpo.env_actors {episodes}, one for each episode of a worker, would be as fast as it gets"
-        lines.append(f"             it waits for the simulation: {remedy}")
+            remedy = f"--grpo.env_actors {episodes}, one for each episode of a worker, is the most that helps"
+        lines.append(f"             the simulation is the bottleneck: {remedy}")
     device = f"{card[0]} at {SHARE_OF_PEAK:.0%} of its peak (assumed)"
     return [
         *lines,

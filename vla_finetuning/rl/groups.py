@@ -102,14 +102,13 @@ def check_first(options: GrpoOptions, iteration: int, played: RolloutGroup, used
     remedy = (
         "start from a policy that succeeds at times (more imitation, or an easier task), or raise --grpo.noise_level"
         if rate == 0
-        else "there is nothing left to learn here: choose a harder task"
+        else "the policy succeeds in every episode already: choose a harder task"
         if rate == 1
         else "raise --grpo.group_size, or --grpo.noise_level"
     )
     raise ValueError(
-        f"in none of the first iteration's {options.groups} groups of {options.group_size} do the rewards "
-        f"differ: {round(rate * episodes)} of {episodes} episodes succeeded, so that none is better than others of its "
-        f"group; {remedy}"
+        f"rewards are equal within each of the first iteration's {options.groups} groups of {options.group_size}, and "
+        f"there is nothing to learn from: {round(rate * episodes)} of {episodes} episodes succeeded; {remedy}"
     )
 
 

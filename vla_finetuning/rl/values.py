@@ -151,7 +151,9 @@ def describe_value(run: ValueRun) -> str:
     used, held_out = (_select_outcomes(run.success, episodes) for episodes in (rows.episodes, rows.eval_episodes))
     corrected = sum(int(frames.sum()) for frames in run.corrected)
     columns = sorted({key for key in intervention_columns(run.config.outcome, rows.metas) if key})
-    judged = "which it is judged on" if 0 < held_out.sum() < len(held_out) else f"too few: its AUROC is {IN_SAMPLE}"
+    judged = (
+        "on which its AUROC is measured" if 0 < held_out.sum() < len(held_out) else f"too few: its AUROC is {IN_SAMPLE}"
+    )
     lines = [
         f"Outcomes     {used.sum()} of {len(used)} episodes succeeded, by {run.config.outcome.success}"
         + (f"; {corrected} frames are corrections, by {' and '.join(columns)}" if columns else ""),
@@ -271,8 +273,8 @@ def labels_text(scores: Mapping[str, Any]) -> str:
         if scores["auroc_low"] <= 0.5 <= scores["auroc_high"]:
             remedy = "its interval holds 0.5, which is chance: add episodes before anything else"
         lines.append(
-            f"             BELOW {LOW_AUROC}: it hardly sees a failure before the episode ends, and labels of earlier "
-            f"frames say little; {remedy}"
+            f"             BELOW {LOW_AUROC}: it hardly tells failures from successes before an episode ends, and "
+            f"labels of earlier frames say little; {remedy}"
         )
     return "\n".join(lines)
 

@@ -459,7 +459,7 @@ def check_delay(config: PreTrainedConfig, latency_s: float, delay: int, controll
     )
     if not fits:
         raise ValueError(f"{why}: a chunk must have at least {2 * max(1, delay)} actions; lower --eval.latency_s")
-    late = "the next is due before it arrives" if steps < delay else "nothing is left until the next one arrives"
+    late = "the next is due before it arrives" if steps < delay else "it ends before the next one arrives"
     raise ValueError(f"{why}: {late}; give --policy.n_action_steps from {fits[0]} to {fits[-1]}")
 
 

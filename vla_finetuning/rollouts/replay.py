@@ -90,7 +90,7 @@ def play_again(
         if number == len(actions):
             _check("ended", env, observation, line["final_state"])
             if not over or bool(info.get("is_success", False)) != line["success_at_end"]:
-                raise NotRepeatedError("played again it ended otherwise: the environment does not repeat")
+                raise NotRepeatedError("the replay ended differently: the environment does not repeat")
         yield Moment(observation, rendered, float(reward), over, info)
 
 

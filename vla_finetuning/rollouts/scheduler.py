@@ -289,7 +289,7 @@ class Scheduler:
         if waited_s > TELL_AFTER_S and not self._reported:
             self._reported = True
             if missing := self._describe_missing():
-                unless = "or processes of this program hold them already and are still starting"
+                unless = "unless processes of this program hold them and are still starting"
                 limit = f"at most {CAPACITY_TIMEOUT_S:g} s"
                 print_safe(f"waiting      for capacity, {limit}: {missing}, {unless}", file=sys.stderr)
 

@@ -39,7 +39,7 @@ def unpack(data: bytes) -> dict[Any, Any]:
     try:
         message = msgpack.unpackb(data, object_hook=_unpacked)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ValueError(f"the message is no msgpack of openpi's: {error}") from error
+        raise ValueError(f"the message is not in openpi's msgpack format: {error}") from error
     if not isinstance(message, dict):
         raise ValueError(f"the message is a {type(message).__name__}: send a dictionary of arrays by name")
     return message

@@ -115,7 +115,7 @@ class Batches:
         except TimeoutError:
             answers = [f"no replica answered within {self._timeout_s:g} s; {RETRY}"] * len(batch)
         except Exception as error:  # Ray's or Serve's: the waiting callers must be answered
-            answers = [f"the replica that computed this is gone ({type(error).__name__}); {RETRY}"] * len(batch)
+            answers = [f"the replica that was computing this has died ({type(error).__name__}); {RETRY}"] * len(batch)
         finally:
             self._free += 1
         for (_, future), answer in zip(batch, answers, strict=True):
