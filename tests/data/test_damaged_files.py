@@ -1,6 +1,7 @@
-"""Files that are not what they should be: an error names them, or their episodes are skipped."""
+"""Damaged files are named in an error, or only their episodes are skipped."""
 
 import json
+import os
 import shutil
 from functools import partial
 
@@ -41,6 +42,10 @@ def videos(root, key=TOP):
     return sorted((root / "videos" / key).rglob("*.mp4"))
 
 
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
 def rewrite(root, change):
     """Rewrite the first data file's table with `change(columns)`."""
 
@@ -52,18 +57,9 @@ def rewrite(root, change):
     rewrite_data(root, changed)
 
 
-def cut_video(root):
-    path = videos(root)[0]
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 def shorten_video(root):
     by_size = sorted(videos(root), key=lambda path: path.stat().st_size)
     shutil.copy(by_size[0], by_size[-1])
-
-
-def keep_five_rows(root):
-    rewrite_data(root, lambda number, table: table if number else table.slice(0, 5))
 
 
 def set_row(key, row, value):
@@ -73,7 +69,7 @@ def set_row(key, row, value):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut_video, f"{TOP}.*(truncated|damaged)"),
+        (lambda root: cut(videos(root)[0]), f"{TOP}.*(truncated|damaged)"),
         (shorten_video, "no frame at .* the video ends at|truncated or the metadata is wrong"),
         (lambda root: shutil.copy(videos(root, WRIST)[0], videos(root)[0]), "frames are .* the metadata .* says"),
         (
@@ -82,7 +78,10 @@ def set_row(key, row, value):
         ),
         (set_row("episode_index", 3, 2), "expected episode 0 frame 3.*found episode 2"),
         (set_row("task_index", 3, 77), r"episode 0: task_index 77 has no entry in meta/tasks \(it has"),
-        (keep_five_rows, "the file has 5 rows"),
+        (
+            lambda root: rewrite_data(root, lambda number, table: table.slice(0, None if number else 5)),
+            "the file has 5 rows",
+        ),
         (set_row(STILL, 2, {"bytes": b"\x89PNG\r\n\x1a\nnope", "path": None}), r"episode 0\), row 2: damaged image"),
     ],
     ids=["cut", "shorter", "another size", "timestamps", "another episode", "no task", "rows missing", "image"],
@@ -96,55 +95,50 @@ def test_damaged_file_is_named_in_error(root, damage, message):
 @pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
 def test_on_error_skip_skips_only_unreadable_episodes(tmp_path, windows, monkeypatch):
     root = make_dataset(tmp_path / "damaged")
-    meta = load_metadata(root)
-    sound = next(datasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
-    number = 2
-    damaged = root / meta.video_files[TOP][meta.episode_video_file[TOP][number]]
-    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
-    gone = np.isin(
-        sound["episode_index"], np.flatnonzero(meta.episode_video_file[TOP] == meta.episode_video_file[TOP][number])
-    )
-    assert 0 < gone.sum() < 54
+    meta, log = load_metadata(root), tmp_path / "skipped.jsonl"
+    intact = next(datasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
+    number = meta.episode_video_file[TOP][2]
+    cut(root / meta.video_files[TOP][number])
+    skipped = np.isin(intact["episode_index"], np.flatnonzero(meta.episode_video_file[TOP] == number))
+    assert 0 < skipped.sum() < 54
 
-    log = tmp_path / "skipped.jsonl"
-    source = datasource([meta], delta_timestamps=windows, on_error="skip", skip_log=log)
-
-    def away(path):
+    def fail(path):
         raise StorageError(f"{path}: the store of the run's folder does not answer")
 
-    monkeypatch.setattr(rows_module, "push", away)
-    found = next(source.read_rows(range(54), 54))
-    assert found.keys() == sound.keys() | {"is_skipped"}
-    np.testing.assert_array_equal(found["is_skipped"], gone)
-    for key, expected in sound.items():
-        assert found[key].dtype == expected.dtype and found[key].shape == expected.shape, key
-        np.testing.assert_array_equal(found[key][~gone], expected[~gone], err_msg=key)
-    # Whose turn it was is known all the same.
-    np.testing.assert_array_equal(found["index"], sound["index"])
+    def logged_positions():
+        return sorted(p for line in log.read_text().splitlines() for p in json.loads(line)["positions"])
+
+    monkeypatch.setattr(rows_module, "push", fail)
+    source = partial(datasource, [meta], delta_timestamps=windows, on_error="skip", skip_log=log)
+    rows = next(source().read_rows(range(54), 54))
+    assert rows.keys() == intact.keys() | {"is_skipped"}
+    np.testing.assert_array_equal(rows["is_skipped"], skipped)
+    for key, expected in intact.items():
+        assert rows[key].dtype == expected.dtype and rows[key].shape == expected.shape, key
+        np.testing.assert_array_equal(rows[key][~skipped], expected[~skipped], err_msg=key)
+    np.testing.assert_array_equal(rows["index"], intact["index"])
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert {line["episode_index"] for line in lines} == set(sound["episode_index"][gone].tolist())
+    assert {line["episode_index"] for line in lines} == set(intact["episode_index"][skipped].tolist())
     assert all("again" in line["error"] and line["root"] == str(root) for line in lines)
-    assert sorted(p for line in lines for p in line["positions"]) == np.flatnonzero(gone).tolist()
+    assert logged_positions() == np.flatnonzero(skipped).tolist()
 
     # In a share of a stream, too.
     log.unlink()
     without_ray(monkeypatch)
-    source = partial(datasource, [meta], delta_timestamps=windows, on_error="skip", skip_log=log)
     context = DataContext()
     context.set_config(SHARE, BlockShare(1, 2, 2))
     (task,) = source(stream=(0, 54), block_rows=3).get_read_tasks(1, data_context=context)
     assert len(list(task())) == 9
-    theirs = np.arange(54) // 3 % 2 == 1
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert sorted(p for line in lines for p in line["positions"]) == np.flatnonzero(gone & theirs).tolist()
+    in_share = np.arange(54) // 3 % 2 == 1
+    assert logged_positions() == np.flatnonzero(skipped & in_share).tolist()
 
     with pytest.raises(FileNotFoundError, match="cut short"):
         datasource([meta], delta_timestamps=windows)
     with pytest.raises(ValueError, match="again"):
         next(datasource([meta], delta_timestamps=windows, check_files=False).read_rows(range(54), 54))
-    # As `select_columns`: what names the rows need not be among what is wanted.
-    few = source().apply_projection({"action": "action"})
-    np.testing.assert_array_equal(next(few.read_rows(range(54), 54))["action"][~gone], sound["action"][~gone])
+    # As `select_columns`, without the columns that name the rows.
+    actions = next(source().apply_projection({"action": "action"}).read_rows(range(54), 54))["action"]
+    np.testing.assert_array_equal(actions[~skipped], intact["action"][~skipped])
 
 
 @pytest.mark.parametrize("gone", ["", "data", f"videos/{TOP}"])
@@ -159,7 +153,7 @@ def test_on_error_skip_raises_if_dataset_folder_vanishes(root, gone, unmounted):
 
 
 def test_windows_of_index_columns_equal_lerobots(tmp_path):
-    """Also of rows that cannot be read."""
+    """Also of unreadable rows."""
     root = make_dataset(tmp_path / "windows", episodes=(3, 5), cameras={}, data_files_size_in_mb=1e-6)
     windows = {key: [-1 / FPS, 0.0, 1 / FPS] for key in ("index", "frame_index")}
     items, meta = lerobot(root, delta_timestamps=windows), load_metadata(root)
@@ -168,9 +162,9 @@ def test_windows_of_index_columns_equal_lerobots(tmp_path):
     for i in range(8):
         assert_same_row({k: v[i] for k, v in rows.items() if k != "is_skipped"}, items[i], meta)
     (root / meta.data_files[0]).unlink()
-    (again,) = source.read_rows(range(8), 8)
-    assert again["is_skipped"].tolist() == [True] * 3 + [False] * 5
-    np.testing.assert_array_equal(again["index"], rows["index"])
+    (damaged,) = source.read_rows(range(8), 8)
+    assert damaged["is_skipped"].tolist() == [True] * 3 + [False] * 5
+    np.testing.assert_array_equal(damaged["index"], rows["index"])
 
 
 def test_on_error_skip_raises_if_store_does_not_answer(original, monkeypatch):
@@ -185,7 +179,7 @@ def test_on_error_skip_raises_if_store_does_not_answer(original, monkeypatch):
 
 
 def test_null_value_invalidates_only_its_episode(tmp_path):
-    """Not the others of its row group, which may be the whole file."""
+    """Other episodes of its row group, which may be the complete file, are read."""
     root = make_dataset(tmp_path / "one_file", cameras={}, data_files_size_in_mb=100)
 
     def empty(number, table):

@@ -1,4 +1,4 @@
-"""Which files the chosen episodes of a dataset need, and whether they are there and whole."""
+"""Files that the chosen episodes need: missing, empty and truncated ones are reported with their episodes."""
 
 import os
 import re
@@ -25,12 +25,13 @@ def original(tmp_path_factory):
     )
 
 
-def test_select_episodes(original):
-    meta = load_metadata(original)
-    assert select_episodes(meta, None).tolist() == list(range(12))
-    assert select_episodes(meta, [5, 0, 3]).tolist() == [0, 3, 5]
-    assert select_episodes(meta, np.array([2], dtype=np.int32)).dtype == np.int64
-    assert select_episodes(meta, range(4)).tolist() == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    ("episodes", "expected"),
+    [(None, [*range(12)]), ([5, 0, 3], [0, 3, 5]), (np.array([2], np.int32), [2]), (range(4), [0, 1, 2, 3])],
+)
+def test_select_episodes(original, episodes, expected):
+    selected = select_episodes(load_metadata(original), episodes)
+    assert selected.tolist() == expected and selected.dtype == np.int64
 
 
 @pytest.mark.parametrize(
@@ -72,22 +73,19 @@ def test_check_files_names_the_file_and_its_episodes(root, kind, what):
             check_files(meta, camera_keys=[])
 
 
-@pytest.mark.parametrize("kept", [0.9, "bytes", "header"])
+@pytest.mark.parametrize("damage", ["truncated", "other bytes", "header"])
 @pytest.mark.parametrize("kind", ["mp4", "parquet"])
-def test_truncated_files_are_found(root, kind, kept):
-    """As a copy that ended early leaves them, or one that wrote something else in their place."""
+def test_truncated_files_are_found(root, kind, damage):
     meta = load_metadata(root)
     path = root / (meta.video_files[TOP][0] if kind == "mp4" else meta.data_files[0])
     content = path.read_bytes()
-    damaged = {"bytes": b"x" * len(content), "header": content[:6]}.get(kept)
-    path.write_bytes(content[: int(kept * len(content)) or 1] if damaged is None else damaged)
+    damaged = {"truncated": content[: int(0.9 * len(content))], "header": content[:6]}
+    path.write_bytes(damaged.get(damage, b"x" * len(content)))
     users = np.flatnonzero((meta.episode_video_file[TOP] if kind == "mp4" else meta.episode_data_file) == 0)
     holes = find_missing_files(meta)
     assert holes.episodes.tolist() == users.tolist()
-    message = (
-        f"cut short at {path.stat().st_size} bytes, or no {kind} file: a copy or a recording ended early (needed by"
-    )
-    assert message in str(holes)
+    size = path.stat().st_size
+    assert f"cut short at {size} bytes, or no {kind} file: a copy or a recording ended early (needed by" in str(holes)
     assert holes.cameras == ((TOP,) if kind == "mp4" else ()) and not holes.without_folder
 
 

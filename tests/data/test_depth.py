@@ -71,9 +71,9 @@ def test_cached_depth_maps_equal_decoded(depth_root, tmp_path, monkeypatch):
     (expected,), (first,) = (list(source.read_rows(range(10), 10)) for source in (plain, cached))
     monkeypatch.delattr(lerobot_decode.VideoReader, "read")
     (later,) = cached.read_rows(range(10), 10)
-    for found in (first, later):
+    for rows in (first, later):
         for key, values in expected.items():
-            np.testing.assert_array_equal(found[key], values)
+            np.testing.assert_array_equal(rows[key], values)
 
 
 def test_depth_table_equals_lerobots_and_refuses_invalid_ranges():

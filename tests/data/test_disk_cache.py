@@ -1,4 +1,4 @@
-"""Files of a node's cache: whole or absent, whatever happens to the folder; and how large all of them grow."""
+"""Files of a node's cache are intact or absent under faults, and stay within the limit together."""
 
 import errno
 import os
@@ -40,7 +40,7 @@ def read(cache, path):
 
 
 def store(cache, size=40_000, **where):
-    """Whether another file fitted."""
+    """Write another file, and return whether it fitted."""
     path = place(cache, **where)
     cache.write(path, os.urandom(size))
     return path.exists()
@@ -51,9 +51,9 @@ def test_written_files_are_read_by_other_processes(folder):
     assert read(cache, place(cache)) is None
     cache.write(place(cache), RECORD)
     cache.write(place(cache, name="empty"), b"")
-    for each in (cache, opened(folder)):
-        assert read(each, place(each)) == RECORD and read(each, place(each, name="empty")) == b""
-        assert read(each, place(each, name="1")) is None
+    for reader in (cache, opened(folder)):
+        assert read(reader, place(reader)) == RECORD and read(reader, place(reader, name="empty")) == b""
+        assert read(reader, place(reader, name="1")) is None
     assert not [path for path in folder.rglob("*") if path.stat().st_mode & 0o077]
 
 
@@ -87,7 +87,7 @@ FRAMES = [bytes([number]) * 5000 for number in range(3)]
 
 
 def records(cache, keys=KEYS, **where):
-    """The records of a file by their keys; None for one that is not there."""
+    """Return the records of a file by their keys; None for a missing one."""
     out = [bytearray(5000) for _ in keys]
     is_there = cache.read_records(place(cache, **where), keys, out)
     return [bytes(record) if known else None for record, known in zip(out, is_there, strict=True)]
@@ -99,13 +99,13 @@ def test_records_are_read_by_exact_key(folder):
     cache.write_records(place(cache), KEYS[:2], FRAMES[:2])
     cache.write_records(place(cache), KEYS[2:], FRAMES[2:])
     assert records(opened(folder), KEYS[::-1]) == FRAMES[::-1]
-    # A place that was never written, another time at a place, another file of the same bytes.
+    # Misses: a place that was never written, another time at a place, another file of the same bytes.
     assert records(cache, [(1, 0.1), (2, 0.3), (10, 1.0)]) == [None] * 3
     other = place(cache, identity="another")
     other.parent.mkdir()
     place(cache).rename(other)
     assert records(cache, identity="another") == [None] * 3
-    # What is missing is written in its place. A record takes whole blocks of the disk, as it is counted.
+    # Missing records are written in place, in multiples of the disk's blocks.
     cache.write_records(other, KEYS, FRAMES)
     assert records(cache, identity="another") == FRAMES and other.stat().st_blocks * 512 == 3 * 8192
 
@@ -163,8 +163,8 @@ def test_mapped_file_stays_readable_after_removal(folder):
     assert mapped.to_pybytes() == RECORD
     before = len(os.listdir("/proc/self/fd"))
     cache.write(place(cache), RECORD)
-    kept = [cache.map(place(cache)) for _ in range(20)]
-    assert all(copy.to_pybytes() == RECORD for copy in kept) and len(os.listdir("/proc/self/fd")) == before
+    maps = [cache.map(place(cache)) for _ in range(20)]
+    assert all(copy.to_pybytes() == RECORD for copy in maps) and len(os.listdir("/proc/self/fd")) == before
 
 
 def test_threads_share_a_cache(folder):
@@ -188,22 +188,22 @@ def test_threads_share_a_cache(folder):
 @pytest.mark.parametrize("fault", ["full disk", "broken disk", "folder is a file", "folder of others", "other's place"])
 def test_failing_folder_is_warned_about_once(folder, monkeypatch, caplog, fault):
     cache = opened(folder)
-    cache.write(place(cache, name="before"), RECORD)
     before = place(cache, name="before")
+    cache.write(before, RECORD)
     number = errno.ENOSPC if fault == "full disk" else errno.EIO
-    if "disk" in fault:
 
-        def failing(*_):
-            raise OSError(number, os.strerror(number))
+    def failing(*_):
+        raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(*((os, "rename") if fault == "full disk" else (disk_cache, "open_own")), failing)
+    if fault == "full disk":
+        monkeypatch.setattr(os, "rename", failing)
+    elif fault == "broken disk":
+        monkeypatch.setattr(disk_cache, "open_own", failing)
     elif fault == "folder is a file":
         shutil.rmtree(folder)
         folder.write_text("")
-    elif fault == "folder of others":
-        folder.chmod(0o777)
     else:
-        before.parents[2].chmod(0o777)
+        (folder if fault == "folder of others" else before.parents[2]).chmod(0o777)
     cache = cache if "disk" in fault else opened(folder)
     for name in "abc":
         path = cache.content("a", "file", "content")
@@ -212,13 +212,13 @@ def test_failing_folder_is_warned_about_once(folder, monkeypatch, caplog, fault)
             assert read(cache, path / name) is None
             cache.write_records(path / "records", KEYS, FRAMES)
     content = cache.content("a", "file", "content")
-    found = content is not None and read(cache, content / "before") is not None
-    assert found == (fault == "full disk")
+    readable = content is not None and read(cache, content / "before") is not None
+    assert readable == (fault == "full disk")
     with cache.locked(before):
         pass
     (warning,) = caplog.records
     assert str(folder) in warning.message and "make room" in warning.message
-    assert not [path for path in folder.rglob("*.*") if path.suffix != ".lock"]  # nor what was written in part
+    assert not [path for path in folder.rglob("*.*") if path.suffix != ".lock"]  # no partial files
 
 
 def test_full_cache_evicts_no_dataset_in_use(folder, caplog):
@@ -226,7 +226,7 @@ def test_full_cache_evicts_no_dataset_in_use(folder, caplog):
     assert [store(cache, name=str(n)) for n in range(4)] == [True, True, False, False]
     (warning,) = caplog.records
     assert f"{folder} is full" in warning.message and "make room" in warning.message
-    # Another process, or run, on another dataset: there is no space either.
+    # Nor is there space for another process with another dataset.
     assert not store(opened(folder), dataset="b") and len(list(folder.rglob("?"))) == 2
 
 
@@ -254,7 +254,7 @@ def test_full_cache_is_searched_again_after_a_pause(folder, monkeypatch):
     cache = opened(folder)
     assert store(cache, size=90_000, dataset="a") and not store(cache, dataset="b")
     os.utime(place(cache, dataset="a").parents[2], (0, 0))
-    assert not store(cache, dataset="b")  # not asked again at once: it means to search the folder
+    assert not store(cache, dataset="b")  # the folder is not searched again at once
     monkeypatch.setattr(cache, "_full_until", 0.0)
     assert store(cache, dataset="b")
 
@@ -275,7 +275,7 @@ def test_nearly_full_disk_is_not_written(folder, monkeypatch):
 
 
 def test_new_file_content_replaces_old_entries(folder):
-    """A nightly export to one path: after three of them the cache would hold nothing that is read."""
+    """Else three nightly exports to one path would fill the cache."""
     for night in range(5):
         cache = opened(folder, 60_000)
         assert all(store(cache, size=9_000, file=f"file{n}", identity=f"night {night}") for n in range(3))

@@ -1,4 +1,4 @@
-"""Decoded frames cached on the node: the same rows without decoding, whatever happens to the folder."""
+"""Cached frames equal decoded ones, and are not decoded again, whatever the state of the cache's folder."""
 
 import os
 import shutil
@@ -33,11 +33,11 @@ def original(tmp_path_factory):
 @pytest.fixture
 def folder(tmp_path):
     disk_cache.disk_cache.cache_clear()
-    return tmp_path / "kept"
+    return tmp_path / "frames"
 
 
 def files_in(folder):
-    """Return the files of cached frames, one an episode of a video."""
+    """Return the files of cached frames, one for each episode of a video."""
     return sorted(path for path in Path(folder).glob("*/*/*/*"))
 
 
@@ -47,7 +47,7 @@ def bytes_in(folder):
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """Frames that were handed over by decoders, and opened files, so far."""
+    """Counts of frames read from decoders, and of opened files."""
     counts = {"frames": 0, "files": 0}
     read, opened = lerobot_decode.VideoReader.read, lerobot_decode.VideoReader.__init__
 
@@ -65,13 +65,13 @@ def decoded(monkeypatch):
 
 
 def reset(counts):
-    found = dict(counts)
+    before = dict(counts)
     counts.update(dict.fromkeys(counts, 0))
-    return found
+    return before
 
 
 def rows(root, folder=None, *, gb=1.0, seed=0, **options):
-    """Rows of an epoch, shuffled, by `index`."""
+    """Return the rows of a shuffled epoch, by `index`."""
     cache = None if folder is None else FrameCache(str(folder), gb)
     return an_epoch(root, 8, frame_cache=cache, **{"delta_timestamps": WINDOWS, "shuffle_seed": seed, **options})
 
@@ -85,7 +85,7 @@ def test_cached_frames_are_not_decoded_again(original, folder, decoded, image_si
     for seed in (1, 2):
         assert_same_rows(rows(original, folder, seed=seed, image_size=image_size), expected)
     assert not any(decoded.values())
-    # Another size is another frame; another process finds what there is.
+    # Another size misses; another process hits.
     rows(original, folder, image_size=(10, 10))
     assert reset(decoded)["frames"] == 2 * ROWS
     disk_cache.disk_cache.cache_clear()
@@ -99,9 +99,9 @@ def test_globally_shuffled_epochs_use_cache(original, folder, decoded):
     rows(original, folder, **stream)
     reset(decoded)
     for epoch in (1, 2):
-        found = rows(original, folder, positions=range(epoch * ROWS, (epoch + 1) * ROWS), **stream)
-        del found["position"]
-        assert_same_rows(found, expected)
+        cached = rows(original, folder, positions=range(epoch * ROWS, (epoch + 1) * ROWS), **stream)
+        del cached["position"]
+        assert_same_rows(cached, expected)
     assert not any(decoded.values())
 
 
@@ -132,7 +132,7 @@ def test_changed_input_or_decoder_invalidates_cache(root, tmp_path, folder, deco
     elif change == "tolerance":
         options["tolerance_s"] = 1e-3
     else:
-        # The file is the same, and the frame is asked for a little later.
+        # The file is the same, and the frame's time is a little later.
         records = lerobot_videos.FrameRequest.records
 
         def later(request, folder):
@@ -142,11 +142,11 @@ def test_changed_input_or_decoder_invalidates_cache(root, tmp_path, folder, deco
         monkeypatch.setattr(lerobot_videos.FrameRequest, "records", later)
     expected = rows(root, **options)
     reset(decoded)
-    found = rows(root, folder, **options)
+    rows_read = rows(root, folder, **options)
     assert decoded["frames"] >= 2 * ROWS
-    assert_same_rows(found, expected)
+    assert_same_rows(rows_read, expected)
     if change == "content":
-        # What was cached of the earlier content is gone.
+        # Frames of the earlier content are removed.
         assert bytes_in(folder) == size
 
 
@@ -187,7 +187,7 @@ def images(tmp_path_factory):
 
 @pytest.mark.parametrize("image_size", [None, (20, 30)])
 def test_images_in_data_files_are_decoded_once(images, original, folder, monkeypatch, image_size):
-    """Those of several cameras in a file are told apart."""
+    """Also where a file holds several cameras."""
     decoded = []
     decode = lerobot_videos.decode_image
     monkeypatch.setattr(lerobot_videos, "decode_image", lambda *a, **k: decoded.append(k["name"]) or decode(*a, **k))
@@ -200,7 +200,7 @@ def test_images_in_data_files_are_decoded_once(images, original, folder, monkeyp
 
 
 def test_images_by_path_are_not_cached(images, folder, tmp_path):
-    """The identity of the data file, which names them, says nothing about them."""
+    """The identity of the data file does not cover them."""
     root = Path(shutil.copytree(images, tmp_path / "named"))
 
     def name(table):
@@ -226,6 +226,6 @@ def test_keeps_frames_depends_on_cache_size(ray_cluster, original, folder):
     source = datasource([load_metadata(original)])
     gb = source.decoded_bytes() / 1e9
     assert not keeps_frames(read_source(source))
-    for part, kept in ((1.0, True), (0.99, False)):
+    for part, fits in ((1.0, True), (0.99, False)):
         cached = datasource([load_metadata(original)], frame_cache=FrameCache(str(folder), part * gb))
-        assert keeps_frames(read_source(cached)) == kept
+        assert keeps_frames(read_source(cached)) == fits

@@ -1,4 +1,4 @@
-"""Frames in which nothing moves, against the definition taken word for word."""
+"""Idle frames against a literal implementation of their definition, and openpi's filter of DROID."""
 
 import numpy as np
 import pytest
@@ -26,15 +26,15 @@ def by_definition(values, moves):
 @pytest.mark.parametrize("noise", [0, 4e-4])
 def test_idle_frames_equal_reference_implementation(moves, noise):
     rng = np.random.default_rng(moves)
-    found = set()
+    values_of_idle = set()
     for _ in range(200):
         frames = rng.integers(1, 40)
         values = np.repeat(rng.normal(size=(frames, 3)), rng.integers(1, 12, frames), axis=0)[:frames]
         values += noise * rng.normal(size=values.shape)
         idle = idle_frames([values[:, :2] * 5, values[:, 2:]], [np.array([5.0, 5.0]), np.array([1.0])], moves)
         assert idle.tolist() == by_definition(values, moves).tolist()
-        found |= set(idle.tolist())
-    assert found == ({True, False} if moves < 40 else {False})
+        values_of_idle |= set(idle.tolist())
+    assert values_of_idle == ({True, False} if moves < 40 else {False})
 
 
 def test_slow_drift_is_movement_and_constant_dimension_is_ignored():
@@ -68,8 +68,8 @@ def meta(tmp_path_factory):
 
     def hold(values, episode, frame):
         for number, first, last in ((0, 5, 15), (1, 12, 19), (3, 0, 11)):
-            held = (episode == number) & (frame >= first) & (frame <= last)
-            values[held] = values[(episode == number) & (frame == first)]
+            still = (episode == number) & (frame >= first) & (frame <= last)
+            values[still] = values[(episode == number) & (frame == first)]
 
     for column in ("observation.state", "action"):
         edit_rows(root, column, hold)
@@ -77,7 +77,7 @@ def meta(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "kept"),
+    ("seconds", "runs"),
     [
         (0.6, [[0, 0, 5], [0, 15, 15], [1, 0, 12], [2, 0, 25]]),
         (0.7, [[0, 0, 5], [0, 15, 15], [1, 0, 20], [2, 0, 25]]),  # 8 alike are 0.7 s, and no longer
@@ -86,11 +86,11 @@ def meta(tmp_path_factory):
         (1.1, [[0, 0, 30], [1, 0, 20], [2, 0, 25], [3, 0, 12]]),
     ],
 )
-def test_moving_runs_by_idle_seconds(meta, seconds, kept):
+def test_moving_runs_by_idle_seconds(meta, seconds, runs):
     assert movement_keys(meta) == ["observation.state", "action"]
-    assert moving_runs(meta, np.arange(4), movement_keys(meta), seconds).tolist() == kept
+    assert moving_runs(meta, np.arange(4), movement_keys(meta), seconds).tolist() == runs
     assert moving_runs(meta, np.array([1, 3]), movement_keys(meta), seconds).tolist() == [
-        run for run in kept if run[0] in (1, 3)
+        run for run in runs if run[0] in (1, 3)
     ]
 
 

@@ -1,6 +1,6 @@
-"""Caches that another user of the machine has prepared are not read, and nothing is written through their links.
+"""Caches that another user prepared are not read, and nothing is written through their links.
 
-Another user is one whose number the process's own is not: what is this user's then belongs to another.
+The tests change the process's user number, so that this user's files belong to another.
 """
 
 import os
@@ -13,7 +13,7 @@ from vla_finetuning.data.disk_cache import LEDGER, DiskCache, is_in_memory, make
 
 
 def test_world_writable_ancestor_is_refused(tmp_path):
-    """An ancestor that anybody may write to, be it on the path as it is named or where a link leads."""
+    """Also where a link leads below such an ancestor."""
     (tmp_path / "open/mine").mkdir(parents=True)
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(PermissionError, match="anybody may write there.*open"):

@@ -1,4 +1,4 @@
-"""True statistics: ground truth is NumPy over all rows."""
+"""Exact statistics against NumPy over all rows."""
 
 import shutil
 from dataclasses import replace
@@ -44,7 +44,7 @@ def second(tmp_path_factory):
 
 @pytest.fixture(params=["one pass", "two passes"])
 def ways(request, monkeypatch):
-    """Both ways to count, and which passes there were."""
+    """Count in one or two passes; return the recorded passes and their expected number."""
     passes, in_threads = [], quantiles.in_threads
     monkeypatch.setattr(quantiles, "in_threads", lambda *args: passes.append(args[0].root) or in_threads(*args))
     if request.param == "two passes":
@@ -53,15 +53,15 @@ def ways(request, monkeypatch):
 
 
 def numpys(rows, weights=None):
-    """Statistics of rows (N, ...) by NumPy, each of which counts for its weight."""
+    """Compute weighted statistics of rows (N, ...) by NumPy."""
     rows = rows.reshape(len(rows), -1)
     mean = np.average(rows, axis=0, weights=weights)
     # NumPy divides weights by their sum in float64, and then looks the quantile up.
-    found = {
+    quantiles_of_rows = {
         name: np.array([np.quantile(column, q, weights=weights, method="inverted_cdf") for column in rows.T])
         for name, q in QUANTILES.items()
     }
-    return found | {
+    return quantiles_of_rows | {
         "min": rows.min(0),
         "max": rows.max(0),
         "mean": mean,
@@ -69,9 +69,9 @@ def numpys(rows, weights=None):
     }
 
 
-def assert_numpys(found, rows, weights=None):
+def assert_numpys(actual, rows, weights=None):
     for name, expected in numpys(rows, weights).items():
-        values = np.ravel(found[name])
+        values = np.ravel(actual[name])
         if name in ("mean", "std"):
             np.testing.assert_allclose(values, expected, rtol=1e-6, atol=1e-9, err_msg=name)
         else:
@@ -87,13 +87,13 @@ def rows_of(meta, key, episodes):
 def test_exact_statistics_equal_numpys(root, ways, chosen):
     meta = load_metadata(root)
     assert len(meta.data_files) > 1
-    joint, (own,) = exact_stats([Source(meta, np.array(chosen))], KEYS, cache_dir=None)
+    joint, (single,) = exact_stats([Source(meta, np.array(chosen))], KEYS, cache_dir=None)
     assert len(ways[0]) == ways[1]
     for key in KEYS:
         assert set(joint[key]) == set(STATISTICS) and joint[key]["q01"].shape == meta.features[key].shape
         assert_numpys(joint[key], rows_of(meta, key, chosen))
         assert joint[key]["count"].tolist() == [sum(EPISODES[e] for e in chosen)]
-        assert {name: values.tolist() for name, values in own[key].items()} == {
+        assert {name: values.tolist() for name, values in single[key].items()} == {
             name: values.tolist() for name, values in joint[key].items()
         }
     state = joint["observation.state"]
@@ -113,34 +113,34 @@ def test_mixture_statistics_equal_weighted_numpys(root, second, ways):
         weights = np.repeat([22 / 55, 44 / 41], [55, 41])
         assert_numpys(joint[key], np.concatenate(rows), weights)
         assert joint[key]["count"].tolist() == [66]
-        for own, of_one in zip(each, rows, strict=True):
-            assert_numpys(own[key], of_one)
+        for single, dataset_rows in zip(each, rows, strict=True):
+            assert_numpys(single[key], dataset_rows)
 
 
 def test_relative_action_statistics_equal_numpys(root, ways):
     meta = load_metadata(root)
     how = RelativeActions(6, (True, False, True))
-    found, _ = exact_stats([Source(meta, np.arange(1, 6))], ["action", "next.reward"], cache_dir=None, relative=how)
+    stats, _ = exact_stats([Source(meta, np.arange(1, 6))], ["action", "next.reward"], cache_dir=None, relative=how)
     rows = [
         relative_chunks(*(rows_of(meta, key, [e]).astype(np.float32) for key in ("action", "observation.state")), how)
         for e in range(1, 6)
     ]
-    assert_numpys(found["action"], np.concatenate(rows).astype(np.float64))
-    assert_numpys(found["next.reward"], rows_of(meta, "next.reward", range(1, 6)))
-    # Of other features alone, no chunk is asked for.
+    assert_numpys(stats["action"], np.concatenate(rows).astype(np.float64))
+    assert_numpys(stats["next.reward"], rows_of(meta, "next.reward", range(1, 6)))
+    # Other features need no chunk.
     exact_stats([Source(meta, np.array([3]))], ["next.reward"], cache_dir=None, relative=how)
     with pytest.raises(
         ValueError, match="chunks of 6 frames, and the longest episode has 2; lower --policy.chunk_size"
     ):
         exact_stats([Source(meta, np.array([3]))], ["action"], cache_dir=None, relative=how)
-    # Nor is one there if nothing moves.
+    # If nothing moves, no chunk begins.
     still = Movement((meta.features["action"],), (np.full(3, np.inf),), 1)
     with pytest.raises(ValueError, match=r"of \['action'\]: .* no whole action chunk begins at a frame that"):
         exact_stats([Source(meta, np.arange(6), movement=still)], ["action"], cache_dir=None, relative=how)
 
 
 def test_coarse_counts_are_small():
-    """What is sent of a file: groups of values, not values."""
+    """Workers return groups of values of a file, not values."""
     values = np.random.default_rng(0).normal(size=(100_000, 1)).astype(np.float32)
     coarse = quantiles.count_values(values, coarse=True)
     assert len(coarse.code) < 5_000 and coarse.number.sum() == len(values)
@@ -160,14 +160,14 @@ def still(tmp_path_factory):
 
 
 def test_idle_frames_are_excluded_from_statistics(still, root, ways):
-    """Nor where what is described is not what movement is measured by."""
+    """Also for features that do not measure movement."""
     meta, left, movement = still
     source = Source(meta, np.arange(5), movement=movement)
     rows = all_rows(Path(meta.root), KEYS)
-    joint, (own,) = exact_stats([source], KEYS, cache_dir=None)
+    joint, (single,) = exact_stats([source], KEYS, cache_dir=None)
     for key in KEYS:
         assert_numpys(joint[key], rows[key][left])
-        assert own[key]["count"].tolist() == [len(left)] and len(left) < meta.total_frames / 2
+        assert single[key]["count"].tolist() == [len(left)] and len(left) < meta.total_frames / 2
     alone, _ = exact_stats([source], ["next.reward"], cache_dir=None)
     assert_numpys(alone["next.reward"], rows["next.reward"][left])
 
@@ -178,13 +178,13 @@ def test_idle_frames_are_excluded_from_statistics(still, root, ways):
     assert_numpys(both["action"], np.concatenate([of_first, rows["action"][left]]), weights)
 
     how = RelativeActions(4, (True, False, True))
-    found, _ = exact_stats([source], ["action"], cache_dir=None, relative=how)
+    stats, _ = exact_stats([source], ["action"], cache_dir=None, relative=how)
     chunks = []
     for episode, frames in idling.LEFT.items():
         of_episode = (rows_of(meta, key, [episode]).astype(np.float32) for key in ("action", "observation.state"))
         begun = relative_chunks(*of_episode, how).reshape(-1, 4, 3)
         chunks += [begun[frame] for frame in frames if frame < len(begun)]
-    assert_numpys(found["action"], np.concatenate(chunks).astype(np.float64))
+    assert_numpys(stats["action"], np.concatenate(chunks).astype(np.float64))
 
     sampled, episodes = sample_rows(meta, np.arange(5), ["next.reward"], movement)
     assert episodes == 5
@@ -217,9 +217,9 @@ def test_unreadable_file_is_skipped_only_if_damaged(root, tmp_path, ways, caplog
     source = Source(meta, meta.episode_index)
     with pytest.raises(ValueError, match=meta.data_files[0]):
         exact_stats([source], ["action"], cache_dir=None)
-    found, _ = exact_stats([source], ["action"], cache_dir=None, skip_unreadable=True)
+    stats, _ = exact_stats([source], ["action"], cache_dir=None, skip_unreadable=True)
     left = np.flatnonzero(meta.episode_data_file != 0)
-    assert_numpys(found["action"], rows_of(load_metadata(root), "action", left))
+    assert_numpys(stats["action"], rows_of(load_metadata(root), "action", left))
     assert f"computed without {meta.base}/{meta.data_files[0]}" in caplog.text
     lost = Source(meta, np.flatnonzero(meta.episode_data_file == 0))
     for sources in ([lost], [source, lost]):

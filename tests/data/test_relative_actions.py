@@ -1,4 +1,4 @@
-"""Statistics of relative actions against LeRobot's own, and what they do in a run, to its export."""
+"""Statistics and runs of relative actions against LeRobot's own."""
 
 import json
 from dataclasses import replace
@@ -31,10 +31,10 @@ def lerobots(root, names):
     return compute_relative_action_stats(dataset.hf_dataset.with_format(None), features, CHUNK, EXCLUDED)
 
 
-def assert_same(found, expected):
-    assert set(found) == set(STATISTICS) == set(expected)
+def assert_same(actual, expected):
+    assert set(actual) == set(STATISTICS) == set(expected)
     for name, values in expected.items():
-        np.testing.assert_array_equal(found[name], values, err_msg=name)
+        np.testing.assert_array_equal(actual[name], values, err_msg=name)
 
 
 def test_relative_action_statistics_equal_lerobots(tmp_path):
@@ -47,17 +47,17 @@ def test_relative_action_statistics_equal_lerobots(tmp_path):
     assert_same(stats(meta, how), lerobots(root, meta.features["action"].names))
     for spec in (how, how, replace(how, chunk_size=5)):
         relative_action_stats(meta, spec, cache_dir=tmp_path / "cache", episodes=meta.episode_index)
-    assert len(list((tmp_path / "cache").iterdir())) == 2  # of other chunks there is another file
-    # Of actions two frames apart, the same as of a dataset with every other frame, for episodes from even and odd ones.
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # one for each chunk size
+    # Chunks of every other frame.
     rows = [all_rows(root, [key])[key].astype(np.float32) for key in ("action", "observation.state")]
     apart = RelativeActions(3, how.dimensions, step=2)
     chunks = [
         relative_chunks(*(values[first:][:length] for values in rows), apart)
         for first, length in zip(meta.episode_start, meta.episode_length, strict=True)
     ]
-    found = stats(meta, apart)
+    apart_stats = stats(meta, apart)
     for name, expected in (("min", np.min), ("max", np.max), ("mean", np.mean)):
-        np.testing.assert_allclose(found[name], expected(np.concatenate(chunks), axis=0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(apart_stats[name], expected(np.concatenate(chunks), axis=0), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="chunks of 16 frames, and the longest episode has 15; lower --policy.chunk"):
         stats(meta, RelativeActions(16, how.dimensions))
     short = replace(meta.features["observation.state"], shape=(2,))
@@ -67,7 +67,7 @@ def test_relative_action_statistics_equal_lerobots(tmp_path):
 
 
 def test_relative_action_run_equals_lerobots_processors(tmp_path):
-    """What reaches the policy is what LeRobot's processors make of its rows; the export gives absolute actions."""
+    """The policy gets what LeRobot's processors make of the same rows; the export gives absolute actions."""
     folder, root, base = in_process.make_setting(tmp_path)
     flags = {"policy.use_relative_actions": "true", "policy.relative_exclude_joints": json.dumps(EXCLUDED)}
     flags |= {"dataset.statistics": "lerobot"}
@@ -103,7 +103,7 @@ def test_relative_action_run_equals_lerobots_processors(tmp_path):
     expected = preprocessor(batch)
     np.testing.assert_allclose(prepared["action"], expected["action"].numpy(), atol=1e-5)
     apart = (prepared["action"][..., 1] - prepared["action"][..., 0]).std()
-    assert apart > 0  # nor are they all the same
+    assert apart > 0
 
     export = folder / "export"
     save_pretrained(run.policy.start(), *run.policy.processors(), export)

@@ -1,4 +1,4 @@
-"""Memory of earlier read tasks: used again, and never under anybody's eyes."""
+"""Memory of earlier read tasks is reused, and never while it is referenced."""
 
 import numpy as np
 
@@ -30,7 +30,5 @@ def test_memory_is_reused_only_when_unreferenced():
     fifth = reused_memory.empty((2, 2**20), np.dtype(np.uint8))
     del third, fourth, fifth
     assert len(reused_memory._unused) == 3
-    larger = reused_memory.empty(
-        (5, 2**20), np.dtype(np.uint8)
-    )  # nothing kept is large enough, so nothing is worth keeping
+    larger = reused_memory.empty((5, 2**20), np.dtype(np.uint8))  # too large for the rest, which is freed
     assert larger.shape == (5, 2**20) and not reused_memory._unused

@@ -1,7 +1,6 @@
-"""Parquet files of strangers: nothing in them is run by opening them, and no more is unpacked than fits."""
+"""Foreign parquet files run no code when opened, and are unpacked within a budget of memory."""
 
 import errno
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from tests.data.test_metadata import refuses
 from tests.datasets import make_dataset
 from vla_finetuning.data import safe_parquet
 from vla_finetuning.data.metadata import load_metadata
@@ -20,11 +20,6 @@ from vla_finetuning.data.storage import StorageError
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("parquet") / "original", episodes=(2, 3), cameras={})
-
-
-def refuses(root, message):
-    with pytest.raises(ValueError, match=f"(?s)^dataset {re.escape(str(root))}:? .*{message}"):
-        load_metadata(root)
 
 
 def test_extension_types_are_not_deserialised(root):
@@ -53,8 +48,8 @@ def test_extension_types_are_not_deserialised(root):
             pq.write_table(plain.append_column("extra", extra), path)
             assert load_metadata(root).tasks == tasks
             with open_parquet(LocalFileSystem(), str(path)) as file:
-                found = read_columns(file, ["extra"], Budget("rows", 10_000))["extra"]
-            assert "test.spy" not in str(found.type) and len(found) == len(tasks)
+                column = read_columns(file, ["extra"], Budget("rows", 10_000))["extra"]
+            assert "test.spy" not in str(column.type) and len(column) == len(tasks)
             assert calls == []
             pq.read_schema(path)
             assert calls, "the control: plain pyarrow does call it"
@@ -71,8 +66,6 @@ def test_disk_error_is_not_reported_as_damaged_file(root, monkeypatch):
     with pytest.raises(StorageError, match="tasks.parquet: .*Input/output error"):
         load_metadata(root)
 
-
-# ---- no more than fits --------------------------------------------------------------------------------
 
 FORMS = {
     "text": ["go", "go", None, "stop", "go"],
@@ -108,7 +101,7 @@ def test_text_columns_round_trip(tmp_path):
 
 
 def test_column_with_prefix_name_is_read_alone(tmp_path):
-    """DROID has `action` beside `action.original`: only what is wanted is unpacked."""
+    """DROID has `action` and `action.original`."""
     values = pa.FixedSizeListArray.from_arrays(pa.array(np.random.default_rng(0).random(4000)), 8)
     pq.write_table(pa.table({"action.original": values, "action": values}), tmp_path / "data.parquet")
     budget = Budget("rows", 2**30)
@@ -118,7 +111,7 @@ def test_column_with_prefix_name_is_read_alone(tmp_path):
 
 @pytest.mark.parametrize("column", ["text", "image", "language"])
 def test_repeated_texts_count_towards_budget(tmp_path, column):
-    """A text of 1000 letters, 900 times: in the file it is there once."""
+    """The file stores the text of 1000 letters, which 900 rows have, once."""
     write_forms(tmp_path / "forms.parquet")
     long = pa.array(["x" * 1000]).dictionary_encode().take(pa.array(np.zeros(900, np.int32)))
     every = pa.array(range(901), pa.int32())
@@ -136,7 +129,7 @@ def test_repeated_texts_count_towards_budget(tmp_path, column):
 
 
 def test_repeated_texts_in_one_row_stay_within_budget(tmp_path):
-    """20,000 times a text of 1000 letters, in one row of a file of a few kB."""
+    """One row of a file of a few kB has a text of 1000 letters 20,000 times."""
     long = pa.array(["x" * 1000]).dictionary_encode().take(pa.array(np.zeros(20_000, np.int32)))
     path = tmp_path / "long.parquet"
     pq.write_table(pa.table({"tasks": pa.ListArray.from_arrays(pa.array([0, 20_000], pa.int32()), long)}), path)
@@ -151,7 +144,7 @@ def test_repeated_texts_in_one_row_stay_within_budget(tmp_path):
 
 
 def test_repeated_numbers_count_towards_budget(tmp_path):
-    """A million zeros take a few bytes in the file, whatever its footer calls them together."""
+    """A million zeros take a few bytes in the file, also by its footer."""
     path = tmp_path / "zeros.parquet"
     pq.write_table(pa.table({"zero": np.zeros(10**6)}), path)
     with pq.ParquetFile(path) as file:

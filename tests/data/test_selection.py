@@ -1,4 +1,4 @@
-"""Which episodes are used, by number and by task."""
+"""Selection of episodes by number and by task."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Statistics that a dataset lacks: ground truth is what LeRobot's own writer stored."""
+"""Computed statistics against those that LeRobot's own writer stored."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def test_missing_statistics_are_computed_once(original, root, tmp_path, monkeypa
 
 
 def test_renamed_feature_keeps_its_statistics(root):
-    """stats.json may still have a feature of that name, from before a conversion."""
+    """stats.json may have an older feature of the new name."""
     meta = load_metadata(root)
     stale = replace(meta, stats={**meta.stats, "joints": meta.stats["action"]})
     renamed = rename_features(stale, {"observation.state": "joints"})
@@ -97,7 +97,7 @@ def test_statistics_errors_name_dataset_and_episode(root):
     os.remove(root / meta.data_files[1])
     with pytest.raises(FileNotFoundError, match=f"{root}.*{meta.data_files[1]} is missing"):
         complete_stats(meta, {"action": {"q01"}})
-    # As after a faulty merge: this file holds another's episodes.
+    # A faulty merge left another file's episodes in this one.
     (root / meta.data_files[1]).write_bytes((root / meta.data_files[0]).read_bytes())
     with pytest.raises(ValueError, match=f"{root}.*should be episode {meta.episode_data_file.tolist().index(1)}"):
         complete_stats(meta, {"action": {"q01"}})
@@ -106,22 +106,18 @@ def test_statistics_errors_name_dataset_and_episode(root):
 def test_changed_dataset_invalidates_statistics_cache(root, tmp_path, monkeypatch):
     (root / "meta/stats.json").unlink()
     passes = []
+    monkeypatch.setattr(
+        dataset_stats, "compute_as_lerobot", lambda *args: passes.append(args) or compute_as_lerobot(*args)
+    )
 
-    def compute(meta, keys, episodes):
-        passes.append((keys, episodes.tolist()))
-        return compute_as_lerobot(meta, keys, episodes)
+    def count_passes(name="q01", episodes=None):
+        complete_stats(load_metadata(root), {"action": {name}}, cache_dir=tmp_path / "cache", episodes=episodes)
+        return len(passes)
 
-    monkeypatch.setattr(dataset_stats, "compute_as_lerobot", compute)
-    cache = tmp_path / "cache"
-    complete_stats(load_metadata(root), {"action": {"q01"}}, cache_dir=cache)
-    complete_stats(load_metadata(root), {"action": {"q99"}}, cache_dir=cache)
-    assert len(passes) == 1
-    complete_stats(load_metadata(root), {"action": {"q01"}}, cache_dir=cache, episodes=[0, 1])
-    assert len(passes) == 2
-    file = root / load_metadata(root).data_files[0]
-    os.utime(file, (1, 1))
-    complete_stats(load_metadata(root), {"action": {"q01"}}, cache_dir=cache)
-    assert len(passes) == 3
+    assert count_passes() == count_passes("q99") == 1
+    assert count_passes(episodes=[0, 1]) == 2
+    os.utime(root / load_metadata(root).data_files[0], (1, 1))
+    assert count_passes() == 3
 
 
 @pytest.mark.parametrize("damage", ["", '{"action": {"q01": "x"}}', '{"action": 1}'])

@@ -1,4 +1,4 @@
-"""Object stores that fail, and the cache: over HTTP on loopback, through a proxy that injects the faults."""
+"""Object stores behind a faulty proxy on loopback: retries, block reads and the block cache."""
 
 import os
 import random
@@ -55,7 +55,7 @@ def store(request, stores, monkeypatch):
 
 
 def contents(request):
-    """Whether a request is for bytes of the file, and not about it."""
+    """Return whether a request is for bytes of the file."""
     return bool(request.range)
 
 
@@ -70,19 +70,19 @@ def assert_random_reads_are_right(file):
 def test_transient_faults_are_retried(store):
     """Every range is refused in one way and then in another, and comes out right."""
     faults = [["503", "cut"], ["reset", "503"], ["cut", "reset"], ["503", "reset"]]
-    seen = {}
+    faults_of_range = {}
 
     def choose(request):
         if not contents(request):
             return None if request.attempt > 1 else "reset"
-        mine = seen.setdefault(request.range, faults[len(seen) % len(faults)])
+        mine = faults_of_range.setdefault(request.range, faults[len(faults_of_range) % len(faults)])
         return mine[request.attempt - 1] if request.attempt <= len(mine) else None
 
     store.faults.choose, store.faults.delay_s = choose, 0.01
     fs, path = store.connect(timeout_s=60)
     with fs.open(path) as file:
         assert_random_reads_are_right(file)
-    assert len(seen) >= 3 and max(r.attempt for r in store.faults.requests) >= 3
+    assert len(faults_of_range) >= 3 and max(r.attempt for r in store.faults.requests) >= 3
 
 
 @pytest.mark.parametrize("depth", [{}, {"maxdepth": 1}])
@@ -113,36 +113,37 @@ def test_neighbouring_blocks_are_fetched_in_one_request(store):
         file.seek(10)
         assert file.read(3 * 2**20) == DATA[10 : 10 + 3 * 2**20]
         file.seek(0)
-        assert file.read() == DATA  # what is remembered is not asked for again
+        assert file.read() == DATA  # cached blocks are not fetched again
     assert [r.range for r in store.faults.requests if contents(r)] == [f"bytes=0-{SIZE - 1}"]
 
 
-def test_file_changed_while_read_is_reported():
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda bucket: bucket.put("file", DATA[:-1]), "the file changed after this run had listed"),
+        (lambda bucket: bucket.delete(["file"]), "was deleted while it was being read"),
+    ],
+)
+def test_file_changed_while_read_is_reported(change, message):
     bucket = MemoryBucket()
-    bucket.put("shrinking", DATA)
-    with RemoteFileSystem(bucket, StoragePolicy()).open("memory/shrinking") as file:
+    bucket.put("file", DATA)
+    with RemoteFileSystem(bucket, StoragePolicy()).open("memory/file") as file:
         file.read(1)
-        bucket.put("shrinking", DATA[:-1])
+        change(bucket)
         file.seek(-1, os.SEEK_END)
-        with pytest.raises(StorageError, match="the file changed after this run had listed"):
-            file.read()
-    with RemoteFileSystem(bucket, StoragePolicy()).open("memory/shrinking") as file:
-        file.read(1)
-        bucket.delete(["shrinking"])
-        file.seek(-1, os.SEEK_END)
-        with pytest.raises(StorageError, match="was deleted while it was being read"):
+        with pytest.raises(StorageError, match=message):
             file.read()
 
 
-@pytest.mark.parametrize("kept", [1, 3])
-def test_random_seeks_and_reads_equal_file(monkeypatch, tmp_path, kept):
-    """With blocks so small that all their boundaries are met; a cache must make no difference."""
+@pytest.mark.parametrize("block_count", [1, 3])
+def test_random_seeks_and_reads_equal_file(monkeypatch, tmp_path, block_count):
+    """Small blocks exercise all boundaries, with and without a cache."""
     monkeypatch.setattr(storage, "BLOCK_BYTES", 7)
-    monkeypatch.setattr(storage, "KEPT_BLOCKS", kept)
+    monkeypatch.setattr(storage, "KEPT_BLOCKS", block_count)
     monkeypatch.setattr(storage, "MAX_REQUEST_BYTES", 21)
     monkeypatch.setattr(storage, "AHEAD_BYTES", 14)
     monkeypatch.setattr(storage, "GAP_BYTES", 7)
-    bucket, rng = MemoryBucket(), random.Random(kept)
+    bucket, rng = MemoryBucket(), random.Random(block_count)
     for size in (0, 1, 6, 7, 8, 50, 70):
         bucket.put("small", DATA[:size])
         for cache_dir in (None, str(tmp_path)):
@@ -155,9 +156,6 @@ def test_random_seeks_and_reads_equal_file(monkeypatch, tmp_path, kept):
                     expected = DATA[:size][start : start + length]
                     assert file.read(length) == expected
                     assert file.tell() == start + len(expected)
-
-
-# ---- the cache -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -189,10 +187,10 @@ def test_cached_blocks_are_fetched_again_after_change(tmp_path):
 
 
 def test_bucket_listing_identifies_content():
-    bucket, found = MemoryBucket(), []
+    bucket, listings = MemoryBucket(), []
     for data in (DATA, DATA[::-1]):  # as long as before
         bucket.put("data/file-000.parquet", data)
         fs = RemoteFileSystem(bucket, StoragePolicy())
-        found.append(_listing(SimpleNamespace(fs=fs, base="memory", data_files=["data/file-000.parquet"])))
-    (before,), (after,) = found
+        listings.append(_listing(SimpleNamespace(fs=fs, base="memory", data_files=["data/file-000.parquet"])))
+    (before,), (after,) = listings
     assert before[:2] == after[:2] == ["memory/data/file-000.parquet", str(len(DATA))] and before != after

@@ -1,4 +1,4 @@
-"""Where the frames of an mp4 lie: what is asked for beforehand is what FFmpeg reads then."""
+"""Byte ranges of the frames of an mp4, predicted from its index, against those that FFmpeg reads."""
 
 import random
 import threading
@@ -34,7 +34,7 @@ def content(request, tmp_path_factory):
 
 @pytest.fixture
 def store(content, tmp_path, monkeypatch):
-    """A store that holds the video; `fetched` are the requests: [start, end), and whether made beforehand."""
+    """A store with the video; `fetched` lists its requests: [start, end), and whether they were prefetched."""
     for module in (storage, video_index):
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(storage, "AHEAD_BYTES", BLOCK)
@@ -60,7 +60,7 @@ def opened(fs):
 
 
 def settle(video):
-    """Wait for what was asked for."""
+    """Wait for the prefetched ranges."""
     for _, request in video.file._coming.values():
         request.result()
 
@@ -80,7 +80,7 @@ def test_index_equals_ffmpegs_packets(store, content, tmp_path):
         packets = [p for p in container.demux(stream) if p.size]
     assert index.offset.tolist() == [p.pos for p in packets]
     assert index.size.tolist() == [p.size for p in packets]
-    shown_s = [float(p.pts * p.time_base) for p in packets]  # of which an edit list takes the first one's time
+    shown_s = [float(p.pts * p.time_base) for p in packets]  # an edit list subtracts the first frame's time
     np.testing.assert_allclose(index.shown_s - index.shown_s.min(), shown_s, atol=1e-9)
     assert set(index.key.tolist()) >= {i for i, p in enumerate(packets) if p.is_keyframe}
 
@@ -99,9 +99,9 @@ def test_prefetched_ranges_are_those_ffmpeg_reads(store, content, tmp_path):
         before = len(store.fetched)
         np.testing.assert_array_equal(read(video.file, times_s), expected)
         video.file.close()
-        # Nothing in this thread, which would have waited for it: but a longer index, the first time.
-        alone = [(start, end) for start, end, asked in store.fetched if not asked]
-        assert all(start < moov + length and moov < end for start, end in alone) and not (turn and alone)
+        # The reading thread fetches nothing itself, except a longer index the first time.
+        waits = [(start, end) for start, end, prefetched in store.fetched if not prefetched]
+        assert all(start < moov + length and moov < end for start, end in waits) and not (turn and waits)
         assert not store.fetched[before:]
         assert sum(end - start for start, end, _ in store.fetched) < (turn + 1) * 0.8 * len(content)
         store.fetched.clear()
@@ -118,7 +118,7 @@ def test_index_is_cached_on_node(store, content):
     assert video_index._read_index(video.file)[0].offset.tolist() == index.offset.tolist()
     assert not store.fetched
     video.file.close()
-    # What the disk lost is read again. Frames are not cached there.
+    # Damaged blocks are read again. Frames are not cached there.
     blocks = [path for path in Path(disk_cache.NUMBERS_DIR).rglob("*") if path.name.isdigit()]
     assert len(blocks) * BLOCK < len(content) / 4
     for path in blocks:
@@ -129,7 +129,7 @@ def test_index_is_cached_on_node(store, content):
 
 
 def test_invalid_index_falls_back_to_ffmpeg(content):
-    """Any bytes: no error, no memory that the file does not have, nothing outside the file."""
+    """Random bytes cause no error, no allocation beyond the file, and no read outside it."""
 
     class File:
         def __init__(self, data):
@@ -145,13 +145,13 @@ def test_invalid_index_falls_back_to_ffmpeg(content):
     rng = random.Random(0)
     start = content.index(b"moov") - 4
     end = start + int.from_bytes(content[start : start + 4])
-    left = 0
+    invalid = 0
     for _ in range(300):
         data = bytearray(content)
         for _ in range(rng.choice([1, 4])):
             data[rng.randrange(start, min(end, start + 700))] = rng.choice([0, 1, 127, 128, 255, rng.randrange(256)])
         index, _ = video_index._read_index(File(bytes(data)[: rng.choice([len(data), end - 5])]))
-        left += index is None
+        invalid += index is None
         if index is not None:
             index.ranges(np.arange(5) / FPS, FPS)
-    assert left > 50
+    assert invalid > 50
