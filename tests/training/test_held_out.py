@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests import in_process
 from tests.tiny import lerobots_training
 from vla_finetuning.options.command_line import parse_args
-from vla_finetuning.plan.resolve import resolve, with_config
+from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.policies.flow import sample_noise_and_time
 from vla_finetuning.run.folder import STOP_NAME
 from vla_finetuning.training import callbacks
@@ -94,9 +94,8 @@ def test_each_task_has_at_least_one_held_out_row(setting):
 
 def test_other_policies_draw_repeatably_and_restore_random_state(setting):
     small = {"pretrained_backbone_weights": "null", "dim_model": 32, "n_heads": 2, "n_encoder_layers": 1}
-    options = {"dataset.eval_split": 0.3, "eval_steps": 2, "batch_size": 4, "grad_accum": 1, "policy.type": "act"}
-    flags = in_process.flags(setting, **options, **{f"policy.{name}": value for name, value in small.items()})
-    run = resolve(parse_args([flag for flag in flags if "policy.path" not in flag]), gpus_found=0)
+    options = {f"policy.{name}": value for name, value in small.items()}
+    run = resolved(setting, **{"policy.path": None, "policy.type": "act", **options})
     state = torch.get_rng_state()
     loss, autocast = build_model(run.policy, CPU)
     with in_process.tasks_here():

@@ -1,7 +1,7 @@
 """The estimate of a step's memory against tensors and torch's profile of a real tiny policy."""
 
-import functools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,14 +20,6 @@ from vla_finetuning.training.memory import step_memory
 
 CPU = torch.device("cpu")
 ROWS = 16
-CASES = pytest.mark.parametrize(
-    "mode, attention, checkpointing, bf16, accum",
-    [
-        ("expert", "eager", False, True, 2),
-        ("full", "sdpa", False, False, 2),
-        ("full", "eager", True, False, 1),
-    ],
-)
 
 
 def build(mode, attention, checkpointing, bf16):
@@ -43,12 +35,6 @@ def build(mode, attention, checkpointing, bf16):
     return loss, optimizer
 
 
-@functools.cache
-def estimate(mode, attention, checkpointing, bf16, accum):
-    options = options_of(mode, bf16, attention=attention, activation_checkpointing=checkpointing)
-    return step_memory(make_config(2), replace(options, batch_size=ROWS, grad_accum=accum), cameras=2)
-
-
 def options_of(mode, bf16, **train):
     return Config(
         scaling=ScalingOptions(num_workers=1),
@@ -60,10 +46,18 @@ def storages(tensors):
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
-@CASES
-def test_each_part_of_the_estimate_equals_a_real_step(mode, attention, checkpointing, bf16, accum, monkeypatch):
+@pytest.mark.parametrize(
+    "mode, attention, checkpointing, bf16, accum",
+    [
+        ("expert", "eager", False, True, 2),
+        ("full", "sdpa", False, False, 2),
+        ("full", "eager", True, False, 1),
+    ],
+)
+def test_estimate_equals_tensors_and_profile_of_a_real_step(mode, attention, checkpointing, bf16, accum, monkeypatch):
     loss, optimizer = build(mode, attention, checkpointing, bf16)
-    planned = estimate(mode, attention, checkpointing, bf16, accum)
+    options = options_of(mode, bf16, attention=attention, activation_checkpointing=checkpointing)
+    planned = step_memory(make_config(2), replace(options, batch_size=ROWS, grad_accum=accum), cameras=2)
     batch, noise, time = make_batch(loss.policy, ROWS)
     module_tensors = [*loss.parameters(), *loss.buffers()]
     assert planned.weights == sum(tensor.nbytes for tensor in module_tensors)
@@ -83,9 +77,10 @@ def test_each_part_of_the_estimate_equals_a_real_step(mode, attention, checkpoin
 
         return torch.autograd.graph.saved_tensors_hooks(both, unpack)
 
-    monkeypatch.setattr(recompute, "saved_tensors_hooks", hooks_within)
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t), torch.autocast("cpu", enabled=bf16):
-        result = loss(batch, noise, time)
+    with monkeypatch.context() as patch:
+        patch.setattr(recompute, "saved_tensors_hooks", hooks_within)
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t), torch.autocast("cpu", enabled=bf16):
+            result = loss(batch, noise, time)
     for known in storages([*module_tensors, *batch.values(), noise, time]):
         saved.pop(known, None)
     assert planned.saved == pytest.approx(sum(saved.values()), rel=0.01)
@@ -94,30 +89,14 @@ def test_each_part_of_the_estimate_equals_a_real_step(mode, attention, checkpoin
     assert planned.gradients == sum(p.grad.nbytes for p in loss.parameters() if p.grad is not None)
     optimizer.step(0)
     assert planned.optimizer == sum(tensor.nbytes for tensor in optimizer.state().values())
+    saved.clear()
+    del result
 
-
-@CASES
-def test_peak_equals_torch_profile(mode, attention, checkpointing, bf16, accum):
-    loss, optimizer = build(mode, attention, checkpointing, bf16)
-    planned = estimate(mode, attention, checkpointing, bf16, accum)
-    batch, noise, time = make_batch(loss.policy, ROWS)
-
-    def step(number):
-        train_step(
-            loss,
-            optimizer,
-            iter([batch] * accum),
-            step=number,
-            grad_accum=accum,
-            mean_over=accum,
-            draws=lambda micro: (noise, time),
-            autocast=torch.bfloat16 if bf16 else None,
-            device=CPU,
-        )
-
-    step(0)
+    step = partial(train_step, loss, optimizer, grad_accum=accum, mean_over=accum, device=CPU)
+    step = partial(step, draws=lambda micro: (noise, time), autocast=torch.bfloat16 if bf16 else None)
+    step(iter([batch] * accum), step=1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        step(1)
+        step(iter([batch] * accum), step=2)
     at_start = planned.weights + planned.optimizer + sum(tensor.nbytes for tensor in (*batch.values(), noise, time))
     assert planned.peak - at_start == pytest.approx(peak_of(profiler), rel=0.05)
 

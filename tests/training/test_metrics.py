@@ -17,8 +17,6 @@ from tests.tiny import make_base
 from util import NumpyToTorchCollate
 from vla_finetuning.columns import ROW_COLUMNS
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.options.command_line import parse_args
-from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.flow import sample_noise_and_time
 from vla_finetuning.training import callbacks, feed, held_out
@@ -45,25 +43,19 @@ def run(tmp_path_factory):
     members = [{"root": str(folder / name), "robot": name} for name in ("gantry", "arm")]
     (folder / "mix.yaml").write_text(yaml.safe_dump({"members": members}))
     options = {
+        "dataset.root": None,
         "dataset.mixture": f"@{folder / 'mix.yaml'}",
         "dataset.missing_cameras": "mask",
         "dataset.eval_split": 0.3,
         "dataset.on_error": "skip",
-        "policy.path": base,
-        "output_dir": folder / "run",
         "batch_size": BATCH,
         "grad_accum": MICROS,
-        "steps": STEPS,
-        "log_freq": 2,
-        "eval_steps": 4,
+        "train.noise_draws": DRAWS,
         "lr": PEAK_LR,
         "warmup_frac": 0.4,
         "final_lr_frac": 0.1,
-        "train.mode": "full",
-        "train.noise_draws": DRAWS,
-        "scaling.use_gpu": "false",
     }
-    return resolve(parse_args([f"--{name}={value}" for name, value in options.items()]), gpus_found=0)
+    return in_process.resolved((folder, None, base), steps=STEPS, log_freq=2, eval_steps=4, **options)
 
 
 class RecordedShard:
