@@ -108,7 +108,7 @@ def test_what_is_seen_is_what_lerobot_sees():
 class Feeling:
     """A source of a player whose actions are `actions_of` what its arm feels."""
 
-    weights_bytes, predicts_rows_alone, device = 0, False, "cpu"
+    weights_bytes, device = 0, "cpu"
 
     def load(self, threads, other=None):
         def act(seen, _, keys, *late):

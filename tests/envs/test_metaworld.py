@@ -85,7 +85,7 @@ class Experts:
 
     tasks: tuple[str, ...]
 
-    weights_bytes, predicts_rows_alone, device = 0, False, "cpu"
+    weights_bytes, device = 0, "cpu"
 
     def load(self, threads, other=None):
         experts = {task: policies.ENV_POLICY_MAP[task]() for task in self.tasks}
