@@ -43,13 +43,7 @@ from vla_finetuning.report.loop import closed_loop, over_latency, score_row, sho
 from vla_finetuning.report.values import advantages_chart, values_section
 from vla_finetuning.run.checkpoint import checkpoints
 from vla_finetuning.run.exported import REPORT_NAME, errors_by_robot
-from vla_finetuning.run.folder import (
-    EVALUATION_NAME,
-    METRICS_NAME,
-    RUN_NAME,
-    attempts,
-    skipped_episodes,
-)
+from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME, attempts, skipped_episodes
 from vla_finetuning.run.polling import polling
 from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error
 

@@ -73,10 +73,7 @@ class Times:
 
 
 def metrics_of(
-    played: RolloutGroup,
-    rollouts: RolloutBatch,
-    objective: Objective,
-    results: Sequence[StepResult],
+    played: RolloutGroup, rollouts: RolloutBatch, objective: Objective, results: Sequence[StepResult]
 ) -> dict[str, Any]:
     """Return an iteration's entries of metrics.jsonl, equal on all ranks. Every rank must call it.
 

@@ -22,10 +22,7 @@ from vla_finetuning.rollouts.recording import Frame, is_free, record_dataset
 
 # Environments with scripted experts (`expert_action`), and their default options. Those of Meta-World are the usual
 # image size of policies and the fastest rendering.
-DEFAULTS = {
-    "metaworld": ("--image_size=[224,224]", "--render_quality=fast"),
-    "two_bins": (),
-}
+DEFAULTS = {"metaworld": ("--image_size=[224,224]", "--render_quality=fast"), "two_bins": ()}
 
 
 def play_expert(config: EnvConfig, first_seed: int, env: gymnasium.Env[Any, Any], seed: int) -> list[Frame] | None:

@@ -115,9 +115,7 @@ def _view(env: gymnasium.Env[Any, Any], observation: Any) -> np.ndarray:
 
 
 def make_films(
-    folder: Path,
-    makers: Mapping[str, Maker],
-    chosen: Sequence[tuple[str, Mapping[str, Any], np.ndarray]],
+    folder: Path, makers: Mapping[str, Maker], chosen: Sequence[tuple[str, Mapping[str, Any], np.ndarray]]
 ) -> list[dict[str, Any]]:
     """Write films of episodes into `folder`/films for a report. Runs on the driver, joined to a cluster.
 
