@@ -31,11 +31,7 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.read_tasks import BlockShare
 from vla_finetuning.data.statistics import compute_as_lerobot
 
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    still = {STILL: (16, 24)}
-    return make_dataset(tmp_path_factory.mktemp("damaged") / "original", image_cameras=still)
+ORIGINAL = {"image_cameras": {STILL: (16, 24)}}
 
 
 def videos(root, key=TOP):

@@ -10,19 +10,12 @@ import pytest
 
 from tests.buckets import MemoryBucket
 from tests.data.test_metadata import EPISODES, SIDE, TOP, WRIST, refuses
-from tests.datasets import make_dataset
 from vla_finetuning.data import storage
 from vla_finetuning.data.dataset import select_episodes
 from vla_finetuning.data.dataset_files import check_files, find_missing_files
 from vla_finetuning.data.metadata import load_metadata
 
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    """Several mp4 and parquet files per camera; never changed."""
-    return make_dataset(
-        tmp_path_factory.mktemp("files") / "original", episodes=EPISODES, image_cameras={SIDE: (40, 48)}
-    )
+ORIGINAL = {"episodes": EPISODES, "image_cameras": {SIDE: (40, 48)}}
 
 
 @pytest.mark.parametrize(

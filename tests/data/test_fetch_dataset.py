@@ -15,12 +15,6 @@ TOP = "observation.images.top"
 COMMIT = "0" * 40
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    """Six episodes, several mp4 and parquet files; never changed."""
-    return make_dataset(tmp_path_factory.mktemp("fetch") / "original")
-
-
 @pytest.fixture
 def hub(original, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -23,11 +23,7 @@ LENGTHS = (12, 7, 15, 1, 10)
 ROWS = sum(LENGTHS)
 COUNTS = ("episode_index", "frame_index")
 WINDOWS = {TOP: [-0.2, 0.0], "action": [0.0, 0.1]}
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("frames") / "original", episodes=LENGTHS)
+ORIGINAL = {"episodes": LENGTHS}
 
 
 @pytest.fixture

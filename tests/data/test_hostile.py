@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import EpsImagePlugin, Image
 
-from tests.datasets import datasource, edit_json, make_dataset
+from tests.datasets import datasource, edit_json
 from tests.memory import takes_at_most
 from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata
@@ -28,11 +28,7 @@ from vla_finetuning.report.dataset_look import look_at
 
 LENGTHS = (6, 4, 9)
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("hostile") / "original", episodes=LENGTHS)
+ORIGINAL = {"episodes": LENGTHS}
 
 
 def read_all(root):

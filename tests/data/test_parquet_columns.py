@@ -1,7 +1,6 @@
 """Columns of data files are unpacked once per node, and equal those read without a copy."""
 
 import contextlib
-import itertools
 import os
 import re
 import shutil
@@ -170,21 +169,6 @@ def test_changed_file_is_unpacked_again(root, folder, monkeypatch):
     assert_same_rows(rows_read, without_copies(root, monkeypatch))
     # Copies of the earlier content are removed.
     assert [len(after) <= at_first for after, at_first in zip(copies(folder), before, strict=True)] == [True, True]
-
-
-def test_damaged_copy_is_rebuilt(root, folder, work, monkeypatch):
-    expected = an_epoch(root)
-    work.clear()
-    forget(monkeypatch)
-    for path in itertools.chain(*copies(folder)):
-        content = path.read_bytes()
-        path.write_bytes(content[: len(content) // 2] + os.urandom(len(content) // 2))
-    assert_same_rows(an_epoch(root), expected)
-    assert work["numbers"] == ROWS and all(0 < work[key] <= ROWS for key in CAMERAS)
-    work.clear()
-    forget(monkeypatch)
-    assert_same_rows(an_epoch(root), expected)
-    assert not any(work[key] for key in EACH)
 
 
 def test_damaged_row_group_affects_only_its_rows(originals, tmp_path, work):

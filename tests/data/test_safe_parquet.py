@@ -10,16 +10,12 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from tests.data.test_metadata import refuses
-from tests.datasets import make_dataset
 from vla_finetuning.data import safe_parquet
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.data.storage import StorageError
 
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("parquet") / "original", episodes=(2, 3), cameras={})
+ORIGINAL = {"episodes": (2, 3), "cameras": {}}
 
 
 def test_extension_types_are_not_deserialised(root):

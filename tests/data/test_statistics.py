@@ -14,19 +14,8 @@ from vla_finetuning.data import statistics as dataset_stats
 from vla_finetuning.data.metadata import load_metadata, rename_features
 from vla_finetuning.data.statistics import STATISTICS, compute_as_lerobot
 
-# Of one frame, shorter and longer than each other, in several parquet files.
-EPISODES = (12, 7, 15, 1, 10, 9)
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    """A dataset with the stats.json that LeRobot wrote, never changed."""
-    root = tmp_path_factory.mktemp("stats") / "original"
-    return make_dataset(root, episodes=EPISODES, cameras={}, extra_features=True, true_quantiles=False)
-
-
-def edit_stats(root, edit):
-    edit_json(root / "meta/stats.json", edit)
+# Episodes of several parquet files, one of a single frame; with the stats.json that LeRobot wrote.
+ORIGINAL = {"episodes": (12, 7, 15, 1, 10, 9), "cameras": {}, "extra_features": True, "true_quantiles": False}
 
 
 def complete_stats(meta, required, cache_dir=None, episodes=None):
@@ -41,8 +30,8 @@ def drop_quantiles(stats):
 
 
 def test_statistics_equal_lerobots_bitwise(original, tmp_path):
-    options = {"cameras": {}, "extra_features": True, "true_quantiles": False}
-    with_grid = make_dataset(tmp_path / "d", episodes=(5, 3, 8), **options)  # LeRobot writes none for a single frame
+    # LeRobot writes no grid if an episode has a single frame.
+    with_grid = make_dataset(tmp_path / "d", **{**ORIGINAL, "episodes": (5, 3, 8)})
     keys = ["action", "observation.state", "observation.counter", "next.reward"]
     for root, names in ((original, keys), (with_grid, ["observation.grid"])):
         meta = load_metadata(root)
@@ -55,7 +44,7 @@ def test_statistics_equal_lerobots_bitwise(original, tmp_path):
 
 
 def test_missing_statistics_are_computed_once(original, root, tmp_path, monkeypatch):
-    edit_stats(root, drop_quantiles)
+    edit_json(root / "meta/stats.json", drop_quantiles)
     expected, calls = load_metadata(original).stats, []
     monkeypatch.setattr(
         dataset_stats, "compute_as_lerobot", lambda *args: calls.append(args) or compute_as_lerobot(*args)
@@ -133,7 +122,7 @@ def test_damaged_statistics_cache_is_recomputed(root, tmp_path, damage):
 
 
 def test_stored_statistic_of_wrong_shape_is_refused(root):
-    edit_stats(root, lambda stats: stats["action"]["q99"].pop())
+    edit_json(root / "meta/stats.json", lambda stats: stats["action"]["q99"].pop())
     with pytest.raises(ValueError, match=r"'q99' of 'action' has shape \(2,\), expected \(3,\)"):
         complete_stats(load_metadata(root), {"action": {"q99"}})
 
