@@ -104,10 +104,10 @@ def test_fetch_uses_cached_revision_without_network(hub, tmp_path):
     assert fetch_dataset(hub.repo_id) == expected
 
 
-def test_fetch_offline_with_real_client(tmp_path):
+def test_fetch_offline_with_real_client():
     """The suite runs with HF_HUB_OFFLINE=1."""
     for revision in (None, COMMIT):
         with pytest.raises(OSError, match="dataset user/name: the Hub cannot be reached"):
-            fetch_dataset("user/name", revision, cache_dir=tmp_path)
+            fetch_dataset("user/name", revision)
     with pytest.raises(ValueError, match="dataset user/na/me: not a repository name"):
-        fetch_dataset("user/na/me", COMMIT, cache_dir=tmp_path)
+        fetch_dataset("user/na/me", COMMIT)

@@ -125,7 +125,7 @@ def test_movement_needs_statistics_and_finite_values(meta, tmp_path):
         known.stats["action"] |= {"min": np.array(low), "max": np.ones(3)}
         with pytest.raises(ValueError, match=f"{root}: .*{problem}.*; movement is measured by them"):
             moving_runs(known, np.arange(2), ["action"], 1.0)
-    with pytest.raises(ValueError, match=f"{root}: .* no vector has these names: give them with --rename_map"):
+    with pytest.raises(ValueError, match=f"{root}: no vector observation.state or action shows movement"):
         moving_runs(known, np.arange(2), [], 1.0)
     edit_rows(root, "action", lambda values, episode, frame: values.__setitem__((episode == 1) & (frame == 3), np.nan))
     with pytest.raises(ValueError, match=f"dataset {root}: .*action of episode 1, frame 3 holds NaN"):

@@ -585,14 +585,11 @@ def _shared(folder: Path, fill: Callable[[], None]) -> Iterator[None]:
 
 def fetched_for_good(path: Path) -> Path:
     """Fetch a folder as `fetched`, and keep it until this process ends."""
-    return _until_the_end().enter_context(fetched(path))
+    return _until_the_end.enter_context(fetched(path))
 
 
-@functools.cache
-def _until_the_end() -> contextlib.ExitStack:
-    stack = contextlib.ExitStack()
-    atexit.register(stack.close)
-    return stack
+_until_the_end = contextlib.ExitStack()
+atexit.register(_until_the_end.close)
 
 
 def _folder_of_user() -> Path:

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
@@ -119,12 +120,11 @@ def fetch_dataset(
     *,
     episodes: Sequence[int] | None = None,
     camera_keys: Sequence[str] | None = None,
-    cache_dir: str | Path | None = None,
 ) -> tuple[str, str]:
     """Download a dataset, or the files of the chosen episodes and cameras, from the Hub; return its folder and commit.
 
     Run on the driver. `revision` is a branch, tag or commit; None is the tag `v3.0`, as in LeRobot, or else the default
-    branch. Without `cache_dir`, LeRobot's own cache of Hub datasets is used, so that nothing is downloaded twice.
+    branch. The files are in LeRobot's own cache of Hub datasets, so that nothing is downloaded twice.
 
     Raises:
         ValueError: no such repository, revision, episode or camera, no access, or not a LeRobot dataset.
@@ -132,10 +132,9 @@ def fetch_dataset(
     """
     from lerobot.utils.constants import HF_LEROBOT_HUB_CACHE
 
-    if cache_dir is None:
-        cache_dir = HF_LEROBOT_HUB_CACHE
-    commit = resolve_commit(repo_id, revision, repo_type="dataset", default_revision="v3.0", cache_dir=cache_dir)
-    folder = download_snapshot(repo_id, commit, repo_type="dataset", cache_dir=cache_dir, allow_patterns=["meta/*"])
+    place: Any = {"repo_type": "dataset", "cache_dir": HF_LEROBOT_HUB_CACHE}
+    commit = resolve_commit(repo_id, revision, default_revision="v3.0", **place)
+    folder = download_snapshot(repo_id, commit, allow_patterns=["meta/*"], **place)
     meta = load_metadata(folder)
     needed = _needed_files(meta, select_episodes(meta, episodes), camera_keys)
     if episodes is None and camera_keys is None:
@@ -145,7 +144,7 @@ def fetch_dataset(
         patterns = [glob.escape(path) for path in needed]
     if any(feature.dtype == "image" for feature in meta.features.values()):
         patterns.append("images/*")  # files that rows may refer to by path
-    download_snapshot(repo_id, commit, repo_type="dataset", cache_dir=cache_dir, allow_patterns=patterns)
+    download_snapshot(repo_id, commit, allow_patterns=patterns, **place)
     return folder, commit
 
 

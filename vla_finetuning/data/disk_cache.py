@@ -306,9 +306,7 @@ class DiskCache:
     def _warn(self, problem: str) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning(
-                "cache folder %s %s; caching there is tried again in a minute: %s", self.folder, problem, self.remedy
-            )
+            logger.warning("cache folder %s %s; tried again in a minute: %s", self.folder, problem, self.remedy)
 
 
 @functools.cache

@@ -51,18 +51,15 @@ def _layout(feature: Feature | None, image_size: tuple[int, int] | None) -> tupl
 
 
 def _padded_alike(
-    chosen: Mapping[str, Feature], other: Mapping[str, Feature], image_size: tuple[int, int] | None
+    chosen: Mapping[str, Feature], other: Mapping[str, Feature]
 ) -> tuple[dict[str, Feature], dict[str, Feature]]:
     """Return both feature sets with the cameras of either, and vectors as long as the longer one."""
     chosen, other = dict(chosen), dict(other)
-    for key in dict.fromkeys([*chosen, *other]):
-        a, b = chosen.get(key), other.get(key)
-        if a is None or b is None:
-            candidate = a or b
-            assert candidate is not None
-            if candidate.dtype in CAMERA_DTYPES:
-                chosen[key] = other[key] = candidate
-        elif a.dtype not in CAMERA_DTYPES and row_kind(a) == row_kind(b) and len(a.shape) == len(b.shape) == 1:
+    for key, feature in (chosen | other).items():
+        a, b = chosen.get(key, feature), other.get(key, feature)
+        if feature.dtype in CAMERA_DTYPES:
+            chosen[key], other[key] = a, b
+        elif key in chosen and key in other and row_kind(a) == row_kind(b) and len(a.shape) == len(b.shape) == 1:
             chosen[key] = other[key] = max(a, b, key=lambda feature: feature.shape)
     return chosen, other
 
@@ -79,11 +76,9 @@ def common_features(
     With `padded` (`options.Features`), datasets may lack cameras, and a vector is as long as the longest. Raises
     ValueError for unknown cameras, or features that differ between datasets.
     """
-    if camera_keys is not None:
-        for meta in metas:
-            unknown = sorted(set(camera_keys) - set(meta.camera_keys))
-            if unknown and not padded:
-                raise ValueError(f"{meta.root}: no cameras {unknown}; it has {list(meta.camera_keys)}")
+    for meta in () if padded else metas:
+        if unknown := sorted(set(camera_keys or ()) - set(meta.camera_keys)):
+            raise ValueError(f"{meta.root}: no cameras {unknown}; it has {list(meta.camera_keys)}")
     chosen: dict[str, Feature] = {}
     for meta in metas:
         features = {}
@@ -92,9 +87,8 @@ def common_features(
             if selected is None or key in selected or key in BOOKKEEPING:
                 features[key] = feature
         if padded and chosen:
-            chosen, features = _padded_alike(chosen, features, image_size)
-        if not chosen:
-            chosen = features
+            chosen, features = _padded_alike(chosen, features)
+        chosen = chosen or features
         keys = sorted(chosen.keys() | features.keys())
         if differing := [k for k in keys if len({_layout(f.get(k), image_size) for f in (chosen, features)}) > 1]:
             raise ValueError(

@@ -95,10 +95,7 @@ class Movement:
         Raises ValueError without `keys`, and for those that are no vectors or have no range in the statistics.
         """
         if not keys:
-            raise ValueError(
-                f"{meta.root}: movement is measured by observation.state and action, and no vector has these names: "
-                "give them with --rename_map, or leave out --skip_idle"
-            )
+            raise ValueError(f"{meta.root}: no vector observation.state or action shows movement; give --rename_map")
         if wrong := [key for key in keys if meta.features[key].dtype not in NUMERIC_DTYPES]:
             raise ValueError(f"{meta.root}: {wrong} are no numbers, so when they do not move is unknown")
         features, spans = (meta.features[key] for key in keys), (value_span(meta, key) for key in keys)

@@ -170,10 +170,11 @@ def read_columns(
     leaves = [i for i, (column, *_) in enumerate(file.reader.column_paths) if column in columns]
     budget.check(name, sum(_declared_bytes(file.metadata, group, leaves) for group in groups))
     file.prefetch(groups, leaves)
-    rows = _batch_rows(file.metadata, groups, leaves, budget)
+    texts = [i for i in leaves if file.metadata.schema.column(i).physical_type == "BYTE_ARRAY"]
+    listed = [i for i in texts if file.metadata.schema.column(i).max_repetition_level > 0]
+    rows = _batch_rows(file.metadata, groups, texts, budget)
     schema = pa.schema([field for field in file.schema_arrow if field.name in columns])
     tables = [schema.empty_table()]
-    listed = [i for i in leaves if _is_nested_text(file.metadata.schema.column(i))]
     most_bytes = budget.bytes // 4
     for may_exceed, members in itertools.groupby(
         groups, lambda group: bool(listed) and _listed_bytes(file.metadata, group, listed, rows) > most_bytes
@@ -197,10 +198,6 @@ def _listed_bytes(metadata: pq.FileMetaData, number: int, leaves: Sequence[int],
     chunks = [group.column(i) for i in leaves]
     longest = sum(chunk.num_values * chunk.total_uncompressed_size for chunk in chunks)
     return longest * max(1, rows // max(1, group.num_rows))
-
-
-def _is_nested_text(leaf: Any) -> bool:
-    return leaf.physical_type == "BYTE_ARRAY" and leaf.max_repetition_level > 0
 
 
 def _repeated_bytes(array: pa.Array) -> int:
@@ -228,9 +225,8 @@ def _declared_bytes(metadata: pq.FileMetaData, number: int, leaves: Sequence[int
     return size
 
 
-def _batch_rows(metadata: pq.FileMetaData, groups: Sequence[int], leaves: Sequence[int], budget: Budget) -> int:
-    """Return the rows per batch, so that texts fill at most a quarter of the budget in the worst case."""
-    texts = [i for i in leaves if metadata.schema.column(i).physical_type == "BYTE_ARRAY"]
+def _batch_rows(metadata: pq.FileMetaData, groups: Sequence[int], texts: Sequence[int], budget: Budget) -> int:
+    """Return the rows per batch, so that the columns `texts` fill at most a quarter of the budget in the worst case."""
     longest = max(
         (sum(metadata.row_group(group).column(i).total_uncompressed_size for i in texts) for group in groups),
         default=0,
