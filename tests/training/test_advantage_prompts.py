@@ -80,7 +80,7 @@ def test_recorded_advantages_are_removed_before_labels_are_added(tmp_path):
     assert [line.split("  ")[-1] for line in shown[2:]] == list(TEXTS)
 
 
-def test_lerobots_preprocessor_makes_the_tokens_of_training_from_a_task_with_its_label(setting, tmp_path):
+def test_labelled_tasks_have_the_same_tokens_in_lerobot_as_in_training(setting, tmp_path):
     run = labelled(setting)
     folder = tmp_path / "exported"
     save_pretrained(run.policy.start(), *run.policy.processors(), folder)

@@ -328,7 +328,7 @@ def test_codebook_and_its_step_count_are_saved_resumed_and_exported(dataset):
 
 
 @pytest.mark.parametrize("exact_mean", [False, True])
-def test_further_values_of_lerobots_forward_are_logged_as_means_of_training_forwards(dataset, tmp_path, exact_mean):
+def test_further_values_of_lerobots_forward_are_logged_as_window_means(dataset, tmp_path, exact_mean):
     options = {"steps": 4, "log_freq": 2, "train.exact_mean": str(exact_mean).lower(), "dataset.eval_split": 0.3}
     run = resolved(dataset, "act", tmp_path, eval_steps=4, **options)
     training_values, forward = [], ACTPolicy.forward

@@ -72,7 +72,7 @@ def test_preset_fits_with_4_gib_to_spare(preset, mode, cameras):
         assert needed / GIB + 4 <= OF_PRESET[name].gib
 
 
-# Presets other than l4 differ only in their card, of which a100_40's is the smallest.
+# Presets other than l4 differ only in their card; a100_40's is the smallest.
 @pytest.mark.parametrize("preset", ["l4", pytest.param("a100_40", marks=pytest.mark.slow)])
 def test_preset_of_grpo_fits_with_4_gib_to_spare(preset):
     assert plan_of_grpo(preset, 3).needed / GIB + 4 <= OF_PRESET[preset].gib
@@ -151,8 +151,8 @@ def test_plan_counts_micro_batches_that_wait_for_an_exact_mean(tiny, planned):
     policy = tiny.policy.config
     numbers = policy.chunk_size * policy.output_features[ACTION].shape[0]
     prompt = tiny.policy.prompts[-1]
-    of_row = sum(height * width * 3 for height, width in tiny.rows.frames) + prompt * (8 + 1) + 4 * numbers
-    assert exact.needed - planned(config).needed == 3 * rows * of_row and exact.peak == planned(config).peak
+    row_bytes = sum(height * width * 3 for height, width in tiny.rows.frames) + prompt * (8 + 1) + 4 * numbers
+    assert exact.needed - planned(config).needed == 3 * rows * row_bytes and exact.peak == planned(config).peak
 
 
 def test_plan_names_cards_that_fit_and_too_little_host_memory(tiny, planned, monkeypatch):

@@ -72,7 +72,7 @@ def test_chunks_of_each_robot_have_its_dimensions(setting, tmp_path, statistics)
     assert "narrow: as" in describe_chunks(run)[0]
 
 
-def test_tokenizer_of_short_run_is_fitted_to_an_epoch_without_unreadable_rows(setting, monkeypatch):
+def test_tokenizer_of_short_run_is_fitted_to_a_readable_epoch(setting, monkeypatch):
     run = resolved(setting, "short", steps=1, batch_size=2)
     batch = {"action": np.arange(3)[:, None, None] * np.ones((1, CHUNK, 5)), "is_skipped": np.arange(3) == 1}
     streams = []

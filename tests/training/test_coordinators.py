@@ -92,12 +92,12 @@ def source(tmp_path_factory, ray_cluster):
 
 @pytest.mark.ray
 @pytest.mark.gate
-def test_grouped_ranks_get_the_rows_of_one_coordinator_within_the_clusters_resources(source, monkeypatch):
+def test_grouped_ranks_get_planned_rows_within_cluster_resources(source, monkeypatch):
     """Shutting down rank 0's coordinator shuts down all."""
     monkeypatch.setattr(coordinators, "RANKS_PER_COORDINATOR", 2)
     data = GroupedRanks(ExecutionOptions(preserve_order=True), cpus_per_worker=0.5, cpus_per_read_task=0.5)
-    of_ranks = data.configure({"train": read_source(source)}, WORLD, None, ["node"] * WORLD)
-    splits = [split["train"] for split in of_ranks]
+    iterators = data.configure({"train": read_source(source)}, WORLD, None, ["node"] * WORLD)
+    splits = [split["train"] for split in iterators]
     assert [split.world_size() for split in splits] == [1, 2, 2]
     rank_0 = ray.get(ray.put(splits))[0]._coord_actor  # as it goes to its process
     actors = rank_0._actors
@@ -158,9 +158,9 @@ def test_ranks_get_their_blocks_if_prepare_makes_rows_larger(ray_cluster, tmp_pa
     dataset = TrainingData(read, last, LazyPickle(widened), row_bytes, tmp_path / "checkpoints")()
     here = ray.get_runtime_context().get_node_id()
     data = GroupedRanks(ExecutionOptions(preserve_order=True), cpus_per_worker=0.5, cpus_per_read_task=0.5)
-    of_ranks = data.configure({"train": dataset}, world, None, [here, "another"])
+    iterators = data.configure({"train": dataset}, world, None, [here, "another"])
     (rows,) = source.read_rows(range(last), last)
-    for batches in batches_of_ranks(of_ranks, source, last):
+    for batches in batches_of_ranks(iterators, source, last):
         assert len(batches) == last // block // world
         for batch in batches:
             np.testing.assert_array_equal(batch[TOP], rows[TOP][batch["position"]])
@@ -168,7 +168,7 @@ def test_ranks_get_their_blocks_if_prepare_makes_rows_larger(ray_cluster, tmp_pa
     assert sum(advised in message for message in caplog.messages) == 1
 
 
-def test_node_without_cpus_for_reading_is_named_and_rows_are_read_on_any_node(monkeypatch, caplog, configured):
+def test_node_without_cpus_for_reading_is_reported_by_name(monkeypatch, caplog, configured):
     cpus = {"a": 4, "b": 2.4}
     nodes = [{"NodeID": name, "Alive": True, "Resources": {"CPU": n}} for name, n in cpus.items()]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
@@ -199,24 +199,24 @@ def test_each_node_reads_its_own_shard(no_ray_cluster, monkeypatch, tmp_path):
         row_bytes = source.row_bytes() + 8
         dataset = TrainingData(read, last, LazyPickle(where_read), row_bytes, tmp_path / "checkpoints")()
         data = GroupedRanks(ExecutionOptions(preserve_order=True), cpus_per_worker=0.5, cpus_per_read_task=0.5)
-        of_ranks = data.configure({"train": dataset}, world, None, [a, a, b, b])
-        batches_of = batches_of_ranks(of_ranks, source, last)
+        iterators = data.configure({"train": dataset}, world, None, [a, a, b, b])
+        batches_of = batches_of_ranks(iterators, source, last)
     (rows,) = source.read_rows(range(last), last)
-    of_node = {node: (set(), set()) for node in (a, b)}
+    indices_by_node = {node: (set(), set()) for node in (a, b)}
     for batches, node in zip(batches_of, (a, a, b, b), strict=True):
         for batch in batches:
             np.testing.assert_array_equal(batch[TOP], rows[TOP][batch["position"]])
             assert set(batch["node"].tolist()) == {int(node[:12], 16)}
             for position, index in zip(batch["position"].tolist(), batch["index"].tolist(), strict=True):
-                of_node[node][position // 320].add(index)
-    for first, second in of_node.values():
+                indices_by_node[node][position // 320].add(index)
+    for first, second in indices_by_node.values():
         assert len(first) == len(second) == 160 and len(first & second) >= 160 - 2 * 2 * block
 
 
-def batches_of_ranks(of_ranks, source, last):
+def batches_of_ranks(iterators, source, last):
     """Return each rank's batches of the first `last` rows of the stream."""
-    world, block = len(of_ranks), source.block_rows
-    batches_of: list[list] = [[] for _ in of_ranks]
+    world, block = len(iterators), source.block_rows
+    batches_of: list[list] = [[] for _ in iterators]
 
     def consume(rank):
         schedule = RankSchedule(block, block, rank, world, batches_per_step=world)
@@ -224,7 +224,7 @@ def batches_of_ranks(of_ranks, source, last):
         def collate(batch):
             return {key: torch.from_numpy(values.copy()) for key, values in batch.items()}
 
-        for batch in stream_batches(of_ranks[rank]["train"], schedule, 0, last // block // world, collate):
+        for batch in stream_batches(iterators[rank]["train"], schedule, 0, last // block // world, collate):
             batches_of[rank].append(batch)
 
     threads = [threading.Thread(target=consume, args=(rank,)) for rank in range(world)]

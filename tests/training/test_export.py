@@ -258,7 +258,7 @@ def select_actions(policy, pre, post, observations):
         return torch.cat([post(policy.select_action(pre(dict(observation)))) for observation in observations])
 
 
-def test_export_has_camera_names_of_robot_and_plays_bitwise_in_lerobot_tools(folder, renamed, tmp_path):
+def test_export_has_camera_names_of_robot_and_plays_in_lerobot_bitwise(folder, renamed, tmp_path):
     """LeRobot's tools replace a saved rename step by an empty one."""
     run = trained(folder, *renamed, f"--output_dir={tmp_path / 'run'}")
     where = exported(run)

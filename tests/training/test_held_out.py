@@ -141,7 +141,7 @@ def test_held_out_loss_is_logged_and_saved_without_changing_training(setting, re
     assert recorder.saved == [(4, lines[1]["eval_loss"]), (5, lines[2]["eval_loss"])]
 
 
-def test_held_out_loss_with_unreadable_rows_does_not_choose_the_best_checkpoint(setting, recorder, monkeypatch):
+def test_held_out_loss_with_unreadable_rows_is_logged_and_not_saved(setting, recorder, monkeypatch):
     summary = HeldOutLoss._summary
 
     def with_unreadable_row(self, losses, counted, times):

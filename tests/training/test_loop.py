@@ -181,7 +181,7 @@ def test_callbacks_end_if_another_raises(setting):
     closed = []
 
     class Broken(state.Callback):
-        def on_end(self, of_loop):
+        def on_end(self, loop):
             raise OSError("the disk is full")
 
     class Writer(in_process.NoCheckpoints):
@@ -213,9 +213,9 @@ def test_failed_evaluation_does_not_lose_trained_policy(setting, monkeypatch, ca
     monkeypatch.setattr(after_training.cluster, "run_remote", fails)
     run = resolved(setting)
     monkeypatch.setattr(type(run.rows), "any_held_out", True)
-    run.job.output_dir.mkdir()
-    (of_fewer_steps := run.job.output_dir / "evaluation.json").write_text("{}")
-    assert after_training.evaluate_trained(run) == 5 and not of_fewer_steps.exists()
+    run.job.output_dir.mkdir(exist_ok=True)
+    (stale := run.job.output_dir / "evaluation.json").write_text("{}")
+    assert after_training.evaluate_trained(run) == 5 and not stale.exists()
     assert "the policy is trained, but could not be evaluated: none of the" in capsys.readouterr().err
 
 
@@ -239,7 +239,7 @@ def test_compiling_is_skipped_on_cpu_and_its_failure_is_reported(setting, caplog
 
 @pytest.mark.gate
 @pytest.mark.parametrize("max_delay", [0, 2])
-def test_all_prompt_lengths_are_compiled_before_first_step_and_leave_no_trace(setting, monkeypatch, max_delay):
+def test_all_prompt_lengths_are_compiled_before_first_step(setting, monkeypatch, max_delay):
     options = {"train.compile": "true", "train.mode": "full", "policy.rtc_training_max_delay": max_delay}
     run = resolved(setting, **options)
     run = replace(run, policy=replace(run.policy, prompts=(16, 24)), config=replace(run.config, eval_steps=1))
@@ -257,9 +257,9 @@ def test_all_prompt_lengths_are_compiled_before_first_step_and_leave_no_trace(se
         optimizer = build_optimizer(run.policy, loss, 2)
         before = {name: value.clone() for name, value in loss.state_dict().items()}
         batches = TimedIterator([batch])
-        of_loop = SimpleNamespace(run=run, loss=loss, model=loss, optimizer=optimizer, batches=batches)
-        vars(of_loop).update(step=0, schedule=schedule, worker=Worker(CPU), autocast=None, finished=False)
-        callbacks.Compile().on_start(of_loop)
+        loop = SimpleNamespace(run=run, loss=loss, model=loss, optimizer=optimizer, batches=batches)
+        vars(loop).update(step=0, schedule=schedule, worker=Worker(CPU), autocast=None, finished=False)
+        callbacks.Compile().on_start(loop)
         assert next(batches) is batch  # the first step trains on it
         assert all(param.grad is None for param in loss.parameters())
         assert all(torch.equal(value, before[name]) for name, value in loss.state_dict().items())
@@ -287,14 +287,14 @@ def test_unused_parameters_are_not_on_the_device(setting):
 def test_loss_of_checkpoint_leaves_out_nonfinite_log_steps():
     start = Progress(step=0, rows=0, stream={}, base={}, mode="full", global_batch_size=4)
     worker = SimpleNamespace(preemption_deadline_ms=lambda: None)
-    of_loop = SimpleNamespace(worker=worker, attempt=SimpleNamespace(progress=start), step=3, rows=12, clock=UNWATCHED)
-    of_loop.loss_of = lambda line: line["loss"]
+    loop = SimpleNamespace(worker=worker, attempt=SimpleNamespace(progress=start), step=3, rows=12, clock=UNWATCHED)
+    loop.loss_of = lambda line: line["loss"]
     hook, saves = Checkpoints(None), []
     hook._writer = SimpleNamespace(paused_s=lambda: 0.0, save=saves.append)
-    hook.on_save(of_loop)
+    hook.on_save(loop)
     for loss in (1.0, float("nan"), 3.0):
-        hook.on_log(of_loop, {"loss": loss})
-    hook.on_save(of_loop)
+        hook.on_log(loop, {"loss": loss})
+    hook.on_save(loop)
     assert [progress.loss for progress in saves] == [None, 2.0]
 
 

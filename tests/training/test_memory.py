@@ -125,7 +125,7 @@ def peak_of(profiler):
     return peak
 
 
-def test_elastic_run_is_planned_with_the_micro_batches_of_its_fewest_workers():
+def test_elastic_run_is_planned_with_micro_batches_of_fewest_workers():
     def planned(accum, *workers):
         scaling = ScalingOptions(strategy="fsdp2", min_workers=workers[0], num_workers=workers[-1])
         options = replace(options_of("full", False), scaling=scaling, batch_size=ROWS, grad_accum=accum)

@@ -37,8 +37,8 @@ def run(tmp_path_factory):
     """Resolve a run of two robots, each with a held-out episode."""
     folder = tmp_path_factory.mktemp("metrics")
     make_dataset(folder / "gantry", episodes=(6, 5, 4), state_dim=6, action_dim=5)
-    one = {"observation.images.top": (48, 64)}
-    make_dataset(folder / "arm", episodes=(5, 6, 3), cameras=one, state_dim=4, action_dim=3, seed=1)
+    camera = {"observation.images.top": (48, 64)}
+    make_dataset(folder / "arm", episodes=(5, 6, 3), cameras=camera, state_dim=4, action_dim=3, seed=1)
     base = make_base(folder / "base", load_metadata(folder / "gantry"), chunk_size=4, **in_process.TINY)
     members = [{"root": str(folder / name), "robot": name} for name in ("gantry", "arm")]
     (folder / "mix.yaml").write_text(yaml.safe_dump({"members": members}))
@@ -155,20 +155,20 @@ def expected_lines(run, batches):
     optimizer = torch.optim.AdamW(params, betas=(0.9, 0.95), eps=1e-8, weight_decay=config.optimizer_weight_decay)
     patches, expected = 16, []
     for window in WINDOWS:
-        of_steps, by_robot, tokens, flops, skipped = [], {name: [] for name in names}, 0, 0, 0
+        step_losses, by_robot, tokens, flops, skipped = [], {name: [] for name in names}, 0, 0, 0
         for step in window:
             noise, time = sample_noise_and_time(config, BATCH * MICROS * DRAWS, run.config.seed, step, "cpu")
             micros = []
             for batch in batches[step * MICROS : (step + 1) * MICROS]:
                 place = batch["position"] - step * BATCH * MICROS
                 draws = (place[:, None] * DRAWS + torch.arange(DRAWS)).flatten()
-                of_rows = losses_of(loss, batch, noise[draws], time[draws])
-                (of_rows.mean() / MICROS).backward()
-                micros.append(of_rows.mean().item())
-                read = batch["is_read"].repeat_interleave(DRAWS) & of_rows.isfinite()
+                row_losses = losses_of(loss, batch, noise[draws], time[draws])
+                (row_losses.mean() / MICROS).backward()
+                micros.append(row_losses.mean().item())
+                read = batch["is_read"].repeat_interleave(DRAWS) & row_losses.isfinite()
                 robot = batch["robot_index"].repeat_interleave(DRAWS)
                 for number, name in enumerate(names):
-                    by_robot[name] += of_rows[read & (robot == number)].tolist()
+                    by_robot[name] += row_losses[read & (robot == number)].tolist()
                 prompt = batch["observation.language.tokens"].shape[1]
                 tokens += BATCH * (2 * patches + prompt + DRAWS * config.chunk_size)
                 flops += BATCH * run.policy.flops_by_prompt[prompt]
@@ -180,7 +180,7 @@ def expected_lines(run, batches):
                 torch.nn.utils.clip_grad_norm_(params, config.optimizer_grad_clip_norm)
                 optimizer.param_groups[0]["lr"] = lr
                 optimizer.step()
-                of_steps.append(np.mean(micros))
+                step_losses.append(np.mean(micros))
             else:
                 skipped += 1
             optimizer.zero_grad()
@@ -191,7 +191,7 @@ def expected_lines(run, batches):
             "epoch": round(done * MICROS * BATCH / sum(run.rows.per_dataset), 4),
             "samples": done * MICROS * BATCH,
             "lr": lr,
-            "loss": np.mean(of_steps),
+            "loss": np.mean(step_losses),
             "loss_by_robot": {name: np.mean(values) for name, values in by_robot.items()},
             "grad_norm": norm.item(),
             "nonfinite_steps": skipped,

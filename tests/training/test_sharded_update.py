@@ -47,14 +47,14 @@ def update(rank, world, strategy):
     results = {"norms": [], "reference norms": [], "skipped": []}
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
-        for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        for param, reference_param in zip(ours.parameters(), theirs.parameters(), strict=True):
             # The norm is below the limit in the last step, above it in the others.
             gradient = torch.randn(param.shape, generator=generator) * (0.01 if step == STEPS - 1 else 1.0)
             if step == NAN_STEP and mesh.get_local_rank(mesh.ndim - 1) == 0:  # in every replica
                 gradient.fill_(torch.nan)
             rows = param.to_local().shape[0]
             first = mesh.get_local_rank(mesh.ndim - 1) * -(-param.shape[0] // 2)
-            for to in (param, other):
+            for to in (param, reference_param):
                 local = gradient[first : first + rows].clone()
                 to.grad = DTensor.from_local(
                     local, mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()

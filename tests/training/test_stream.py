@@ -25,7 +25,7 @@ from vla_finetuning.training.stream import (
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize(("batch", "block"), [(4, 4), (4, 2), (6, 1), (6, 3)])
-def test_each_row_goes_to_one_rank_and_global_batches_do_not_depend_on_world(world, batch, block):
+def test_each_row_goes_to_one_rank_and_batches_do_not_depend_on_world(world, batch, block):
     schedules = [RankSchedule(batch, block, rank, world, batches_per_step=world) for rank in range(world)]
     for micro in range(3):
         rows = np.concatenate([schedule.rows(micro) for schedule in schedules])

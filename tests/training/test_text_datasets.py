@@ -96,15 +96,15 @@ def lerobot_prompts(state, tasks):
 # ---- rows ----------------------------------------------------------------------------------------------------------
 
 
-def test_rows_without_actions_train_their_text_and_have_no_state_in_prompts(setting):
+def test_rows_without_actions_train_their_text_without_state_in_prompts(setting):
     run = resolved(setting, "rows", BOTH)
     assert roots_of(run) == ["robot", "answers"]
     raw, columns = read(run, 24)
     texts = raw["dataset_index"] == 1
     assert {True, False} == set(texts.tolist()) and {0, 1} == set((raw["position"][texts] % 2).tolist())
     assert written(run, columns)[: len(texts)] == [
-        text if of_text or position % 2 == 0 else ""
-        for text, of_text, position in zip(raw["subtask"], texts, raw["position"], strict=True)
+        text if is_text or position % 2 == 0 else ""
+        for text, is_text, position in zip(raw["subtask"], texts, raw["position"], strict=True)
     ]
     assert (columns[ROBOT] == np.where(texts, -1, 0)).all()
     assert not columns[TOKENS_MASK][texts].any() and columns[TOKENS_MASK][~texts].any(axis=1).all()
