@@ -167,6 +167,11 @@ def test_training_with_action_prefixes_is_exported_and_works_with_rtc(folder, tm
     own_names, config = {TOP: "observation.images.front"}, copy.deepcopy(next_run.policy.config)
     config.n_action_steps = 2
     files = learned_files(where, config, own_names, {})
+    other = copy.deepcopy(config)
+    other.rtc_training_max_delay = 0
+    other.chunk_size -= 1
+    facts = learned_files(where, other, own_names, {})["robot.json"]
+    assert "rtc_training_max_delay" not in facts and facts["chunk_size"] == config.chunk_size - 1
     robot = replace(next_run.robots[0], config=config, own_names=own_names, files=files)
     export(next_run.policy.select_robot(robot), exported_checkpoint(run.job, best=False), tmp_path / "grpo")
     facts = facts_of(tmp_path / "grpo" / "pretrained_model")

@@ -53,8 +53,16 @@ def learned_files(
     if facts:
         cameras = facts.get("cameras", {}).items()
         facts["cameras"] = {own_names.get(saved.get(key, key), key): size for key, size in cameras}
-        facts |= {"instructions_end_with": "", "n_action_steps": getattr(config, "n_action_steps", 1)}
+        facts.pop(MAX_DELAY, None)
+        facts |= {"instructions_end_with": "", **_of_chunks(config)}
     return ({ROBOT_NAME: facts} if facts else {}) | _environment(rendering)
+
+
+def _of_chunks(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the facts about chunks of actions, which options of the policy decide."""
+    steps, delay = getattr(config, "n_action_steps", 1), getattr(config, MAX_DELAY, 0)
+    facts = {"chunk_size": len(config.action_delta_indices or [0]), "n_action_steps": steps}
+    return {**facts, MAX_DELAY: delay} if delay else facts
 
 
 def _environment(rendering: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -85,9 +93,7 @@ def _facts(run_config: Config, rows: Rows, robot: Robot) -> dict[str, Any]:
         "instructions": instructions[:MAX_INSTRUCTIONS],
         "instructions_begin_with": robot.opening,
         "instructions_end_with": "" if rows.positive is None else ADVANTAGE[True],
-        "chunk_size": len(config.action_delta_indices or [0]),
-        "n_action_steps": getattr(config, "n_action_steps", 1),
-        **({MAX_DELAY: delay} if (delay := getattr(config, MAX_DELAY, 0)) else {}),
+        **_of_chunks(config),
         **({WRITES: text} if (text := run_config.train.text_targets) else {}),
         "statistics": run_config.dataset.statistics,
     }
