@@ -293,7 +293,8 @@ def test_another_outcome_is_another_run(setting):
 
 @pytest.mark.parametrize("backbone", ["false", "true"])
 def test_what_the_plan_counts_is_what_is_built_and_its_rates(setting, backbone):
-    run = resolved(setting, **{"value.backbone": backbone, "value.backbone_lr": 1e-4}).training
+    rate = {"value.backbone_lr": 1e-4} if backbone == "true" else {}
+    run = resolved(setting, **{"value.backbone": backbone, **rate}).training
     loss, _ = build_model(run.policy, torch.device("cpu"))
     trained = {name: p.numel() for name, p in loss.named_parameters() if p.requires_grad}
     assert run.policy.parameters.trainable == sum(trained.values())

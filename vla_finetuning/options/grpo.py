@@ -14,6 +14,7 @@ Reward = Literal["success", "return"]
 # Prefix of the critic's parameters in a checkpoint; the critic is not part of the policy.
 CRITIC = "critic."
 PPO = "grpo.method=ppo"
+UNCLIPPED = {"grpo.method=filtered": "imitation has no probability ratio; leave it out"}
 
 
 @dataclass
@@ -59,12 +60,14 @@ class GrpoOptions:
         "of GPUs have 2048.",
         min=1,
     )
-    clip_low: float = option(0.2, "Lower bound of the probability ratio: 1 - clip_low.", above=0, below=1)
-    clip_high: float = option(0.2, "Upper bound of the probability ratio: 1 + clip_high.", above=0)
+    clip_low: float = option(
+        0.2, "Lower bound of the probability ratio: 1 - clip_low.", above=0, below=1, conflicts=UNCLIPPED
+    )
+    clip_high: float = option(0.2, "Upper bound of the probability ratio: 1 + clip_high.", above=0, conflicts=UNCLIPPED)
     dual_clip: float | None = option(
         3.0, "Bound of the loss for negative advantages (dual clip). null: no bound.", above=0
     )
-    normalise: bool = option(True, "Divide advantages by the group's standard deviation.")
+    normalise: bool = option(True, "grpo: divide advantages by the group's standard deviation.")
     gamma: float = option(0.99, "ppo: discount of rewards per decision.", above=0, max=1, only_with=PPO)
     gae_lambda: float = option(0.95, "ppo: weight of later decisions in advantages.", min=0, max=1, only_with=PPO)
     bootstrap_time_limit: bool = option(

@@ -82,7 +82,9 @@ class ValueOptions:
     backbone: bool = option(
         False, "Train the policy's vision and language model with the value function. Otherwise they are frozen."
     )
-    backbone_lr: float = option(2.5e-5, "Peak learning rate of the backbone; --lr is the head's.", above=0)
+    backbone_lr: float = option(
+        2.5e-5, "Peak learning rate of the backbone; --lr is the head's.", above=0, only_with="value.backbone=true"
+    )
     failure_penalty: float = option(
         1.0, "Penalty at the end of a failed episode, in lengths of the longest episode of its task.", min=0
     )
