@@ -32,11 +32,7 @@ from vla_finetuning.plan.mixture import check_same_features
 
 TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"
 FPS = 10
-WINDOWS = {
-    "action": [i / FPS for i in range(8)],
-    "observation.state": [-1 / FPS, 0.0],
-    TOP: [-2 / FPS, 0.0],
-}
+WINDOWS = {"action": [i / FPS for i in range(8)], "observation.state": [-1 / FPS, 0.0], TOP: [-2 / FPS, 0.0]}
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +235,7 @@ def test_stream_order_is_preserved_over_executions(ray_cluster, roots):
 
 
 def read_directly(source, columns=None, limit=None):
-    """A source's rows without Ray."""
+    """Read a source without Ray."""
     last = source.plan.rows_per_epoch if limit is None else limit
     options = replace(source._options(16), columns=columns or source.columns())
     return list(read_rows(source._context(), np.array([[0, last]]), options))
@@ -247,7 +243,7 @@ def read_directly(source, columns=None, limit=None):
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """Counts frames decoded, by camera."""
+    """Count decoded frames by camera."""
     counts, close = Counter(), lerobot_decode.VideoReader.__exit__
 
     def count(self, *exception):
@@ -604,8 +600,7 @@ def test_subtasks_are_read_as_texts(roots, tmp_path):
     note = {"dtype": "string", "shape": [1], "names": None}
     edit_json(root / "meta/info.json", lambda info: info["features"].update(note=note))
     rewrite_data(
-        root,
-        lambda number, table: table.append_column("note", pa.array(["so it is"] * len(table), pa.large_string())),
+        root, lambda number, table: table.append_column("note", pa.array(["so it is"] * len(table), pa.large_string()))
     )
     columns = ["subtask", "note"]
     tables = read_directly(datasource([load_metadata(root)], camera_keys=[], columns=columns, shuffle_seed=0))

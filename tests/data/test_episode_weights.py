@@ -102,11 +102,7 @@ def test_invalid_weight_columns_are_refused(metas, column, message):
         ("w.json", '{"1": -1}', "the weight of episode 1 is -1, expected"),
         ("w.json", '{"1": 1001}', "the weight of episode 1 is 1001, expected a number from 0 .left out. to 1000"),
         ("w.json", '{"1": NaN}', "the weight of episode 1 is nan"),
-        (
-            "w.json",
-            '{"1": "2"}',
-            "column weight is of type string; .*takes a .csv or .parquet with the columns",
-        ),
+        ("w.json", '{"1": "2"}', "column weight is of type string; .*takes a .csv or .parquet with the columns"),
         ("w.json", json.dumps(dict.fromkeys(range(6), 1e-4)), "0.0001 on average, .*: multiply them by 1e.04"),
         ("w.json", '{"one": 2}', "invalid literal"),
         ("w.json", f'{{"1": {10**20}}}', "too large .*takes a .csv"),
