@@ -429,11 +429,7 @@ def read_lerobot(
         Reading(num_cpus=num_cpus, num_tasks=override_num_blocks, on_error=on_error, frame_cache=cache),
     )
     return read_source(
-        source,
-        memory=memory,
-        concurrency=concurrency,
-        label_selector=label_selector,
-        ray_remote_args=ray_remote_args,
+        source, memory=memory, concurrency=concurrency, label_selector=label_selector, ray_remote_args=ray_remote_args
     )
 
 

@@ -31,15 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath
 from typing import Any, Literal, NamedTuple
 
-from vla_finetuning.buckets.store import (
-    PIECE_BYTES,
-    ChangedError,
-    Content,
-    Store,
-    in_parallel,
-    split_address,
-    within,
-)
+from vla_finetuning.buckets.store import PIECE_BYTES, ChangedError, Content, Store, in_parallel, split_address, within
 
 logger = logging.getLogger(__name__)
 
