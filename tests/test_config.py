@@ -1,3 +1,5 @@
+"""Options: what flags, presets, files and saved runs set, and the errors for invalid ones."""
+
 import json
 import re
 from dataclasses import replace
@@ -26,77 +28,78 @@ LOSSES = [*DATA, "--dataset.eval_split=0.1", "--eval_steps=300", "--save_freq=10
 GRPO = ["--policy.path=/p", "--env.type=two_bins", "--output_dir=/o"]
 
 
+def save(config, folder):
+    (folder / CONFIG_NAME).write_text(json.dumps(config.to_json()))
+
+
 @pytest.fixture
 def started(tmp_path):
     """Save the options of a run in its folder; return them, and the flags that resume it."""
 
     def start(*flags, parse=parse_args):
         config = parse([*(DATA if parse is parse_args else GRPO), *flags, f"--output_dir={tmp_path}"])
-        (tmp_path / CONFIG_NAME).write_text(json.dumps(config.to_json()))
+        save(config, tmp_path)
         return config, [f"--output_dir={tmp_path}", "--resume"]
 
     return start
 
 
-def test_flags_come_after_the_preset_and_the_last_one_wins():
+def test_last_flag_wins_over_earlier_ones_and_the_preset():
     config = parse_args(["--preset", "l4", *DATA, "--batch_size", "3", "--batch_size=5", "--dry_run"])
     assert config.batch_size == 5
     assert config.grad_accum == int(PRESETS["l4"]["grad_accum"])
     assert config.dry_run is True
 
 
-def test_an_environment_is_named_as_for_lerobot_train_and_saved(started):
+def test_environment_options_are_lerobot_trains_and_survive_resume(started):
     first, resume = started("--env.type=pusht", "--env.fps=5", "--eval.n_episodes", "7")
-    again = parse_args([*resume, "--env_eval_freq=0"])
-    for config, evaluated in ((first, [0, 20_000, 40_000, 50_000]), (again, [50_000])):
+    resumed = parse_args([*resume, "--env_eval_freq=0"])
+    for config, evaluated in ((first, [0, 20_000, 40_000, 50_000]), (resumed, [50_000])):
         assert (config.env_type, config.env_options, config.eval.n_episodes) == ("pusht", ["--fps=5"], 7)
         assert [step for step in range(0, 50_001, 10_000) if config.is_evaluated(step, 50_000)] == evaluated
     assert not parse_args(DATA).is_evaluated(20_000, 20_000)
-    # A resume by the command of the start gives the same options again.
-    same = parse_args([*resume, "--env.type=pusht", "--env.fps=5", "--env.a=1"])
-    assert same.env_options == ["--fps=5", "--a=1"]
+    # Options that are given again at a resume are not doubled.
+    resumed = parse_args([*resume, "--env.type=pusht", "--env.fps=5", "--env.a=1"])
+    assert resumed.env_options == ["--fps=5", "--a=1"]
 
 
-def test_any_option_of_the_average_asks_for_it():
+def test_ema_option_enables_ema():
     assert parse_args([*DATA, "--ema.decay=0.999"]).ema.enable
     assert not parse_args([*DATA, "--ema.decay=0.999", "--ema.enable=false"]).ema.enable
     assert not parse_args(DATA).ema.enable
 
 
-def test_a_run_is_not_resumed_with_another_preset(started):
+def test_resume_with_another_preset_is_refused(started):
     _, resume = started("--preset=h100")
     assert parse_args([*resume, "--preset=h100"]) == parse_args(resume)
-    own = f"--config_path={resume[0].partition('=')[2]}/{CONFIG_NAME}"
-    assert parse_args([*resume, own]) == parse_args([resume[0], "--resume=auto", "--config_path=/other"])
+    own_config = f"--config_path={resume[0].partition('=')[2]}/{CONFIG_NAME}"
+    assert parse_args([*resume, own_config]) == parse_args([resume[0], "--resume=auto", "--config_path=/other"])
     with pytest.raises(ValueError, match="--config_path with --resume: the run goes on with its own options"):
         parse_args([*resume, "--config_path=/other"])
     with pytest.raises(ValueError, match="--preset l4 with --resume: the run was started with --preset h100, and its"):
         parse_args([*resume, "--preset=l4"])
 
 
-def test_demos_train_without_a_gpu():
-    """Their two workers would need two GPUs."""
+def test_presets_are_valid_and_demos_use_no_gpu():
+    """The two workers of a demo would need two GPUs."""
     demos = [program.presets["demo"] for program in PROGRAMS if program.presets]
     assert [demo["scaling.use_gpu"] for demo in demos] == ["false"] * 3
-
-
-def test_every_preset_is_valid():
     for name in PRESETS:
         assert parse_args(["--preset", name, *DATA]).preset == name
         assert parse_args(["--preset", name, *DATA, "--num_epochs=2"]).steps is None
 
 
-def test_a_run_goes_on_for_so_many_epochs_whatever_said_how_long_it_was(started):
+def test_resume_replaces_steps_by_epochs_and_epochs_by_steps(started):
     for first, then in (("steps", "num_epochs"), ("num_epochs", "steps")):
         _, resume = started(f"--{first}=3")
-        again = parse_args([*resume, f"--{then}=5"])
-        assert getattr(again, then) == 5 and getattr(again, first) is None
+        resumed = parse_args([*resume, f"--{then}=5"])
+        assert getattr(resumed, then) == 5 and getattr(resumed, first) is None
 
 
-def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
+def test_tilde_in_output_dir_is_expanded_on_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(json.dumps(parse_args(DATA).to_json()))
+    save(parse_args(DATA), tmp_path / "run")
     assert parse_args(["--output_dir=~/run", "--resume"]).resume
 
 
@@ -105,6 +108,9 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
     [
         (["--root", "/d"], "did you mean --dataset.root"),
         ([*DATA, "--steps"], "--steps needs a value"),
+        ([*DATA, "--resume=maybe"], "--resume=maybe: expected true, false or auto"),
+        ([*DATA, "--scaling.num_workers=4,2"], "the least and the most, in that order"),
+        ([*DATA, "--scaling.num_workers=2,64"], "choose a narrower range"),
         ([*DATA, "--seed=-1"], "--seed=-1: expected a whole number, at least 0 and at most 4294967295"),
         ([*DATA, "--dataset.episodes=0:99999999999"], "expected episode numbers"),
         ([*DATA, "--dataset.episodes", "0-1"], r"0-1: expected episode numbers, as 3,7,20:30 \(20 to 29\), or JSON"),
@@ -146,12 +152,13 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA, "--env.type=pusht", "--env_eval_freq=300", "--save_freq=200"], "give a multiple of --save_freq"),
     ],
 )
-def test_what_is_wrong_is_said(flags, message):
+def test_invalid_options_are_refused_with_a_remedy(flags, message):
     with pytest.raises(ValueError, match=message):
         parse_args(flags)
 
 
 MIXTURE = ["--policy.path=/p", "--output_dir=/o", "--dataset.mixture"]
+RECORD = ["--env.type=metaworld", "--env.task=reach-v3", "--root=/d"]
 ONE_ROBOT_UNNAMED = '{"/a": {"robot": "x"}, "/b": 1}'
 TWO_ROBOTS = '{"/a": {"robot": "x"}, "/b": {"robot": "y"}}'
 
@@ -177,9 +184,15 @@ TWO_ROBOTS = '{"/a": {"robot": "x"}, "/b": {"robot": "y"}}'
             [*DATA, "--value.backbone_lr=1e-4"],
             "backbone_lr=0.0001 does nothing without --value.backbone=t",
         ),
+        (parse_grpo, [*GRPO, "--dataset.root=/d"], "unknown flag --dataset.root"),
+        (parse_grpo, [*GRPO, "--policy.type=pi05"], "--policy.type starts from random weights"),
+        (parse_grpo, [*GRPO, "--train.noise_draws=2"], "unknown flag --train.noise_draws"),
+        (parse_grpo, [*GRPO, "--keep_best=1,success"], "--keep_best=1,success: expected a whole number, at least 0"),
+        (parse_evaluate, [*GRPO, "--steps=1"], "unknown flag --steps"),
         (parse_evaluate, [*GRPO, "--eval.use_async_envs=true"], "LeRobot has .*; here: environments always run side"),
         (parse_evaluate, GRPO[:2], "where to[?] give --output_dir FOLDER or .*; given again, it goes on there"),
-        (parse_record, ["--env.type=metaworld"], "give --env.type and --root, as"),
+        (parse_record, RECORD[:1], "give --env.type and --root, as"),
+        (parse_record, [*RECORD, "--seed=4294967295"], "must be at most 4294967245"),
         (parse_value, [DATA[0], DATA[2]], "a value function sees with a policy.s model"),
         (parse_value, [*DATA, "--train.mode=full"], "--train.mode=full: --value.backbone says what trains"),
         (parse_value, [*DATA, "--scaling.strategy=fsdp2"], "value functions are not sharded"),
@@ -187,30 +200,29 @@ TWO_ROBOTS = '{"/a": {"robot": "x"}, "/b": {"robot": "y"}}'
         (parse_value, [*MIXTURE, TWO_ROBOTS], "a value function learns from datasets of one robot"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(parse, flags, message):
+def test_contradicting_options_are_refused_with_a_remedy(parse, flags, message):
     with pytest.raises(ValueError, match=message):
         parse(flags)
 
 
-def test_an_option_without_effect_does_not_end_a_run_that_is_resumed(started):
+def test_option_without_effect_is_accepted_on_resume(started):
     _, resume = started("--dataset.on_error=skip", "--dataset.max_skipped=0.5")
-    again = parse_args([*resume, "--dataset.on_error=stop"])
-    assert (again.dataset.on_error, again.dataset.max_skipped) == ("stop", 0.5)
+    resumed = parse_args([*resume, "--dataset.on_error=stop"])
+    assert (resumed.dataset.on_error, resumed.dataset.max_skipped) == ("stop", 0.5)
 
 
-def test_every_condition_names_an_option_and_a_value_that_it_takes():
+def test_option_conditions_name_known_options_and_valid_values():
     """A condition on a name that no program has would never hold, or always."""
-    known = {of.name: of for program in PROGRAMS for of in program.flags.values()}
-    of_options = [[*of.requires, *of.conflicts, *([of.only_with] if of.only_with else [])] for of in known.values()]
-    conditions = [condition for listed in of_options for condition in listed]
+    known = {flag.name: flag for program in PROGRAMS for flag in program.flags.values()}
+    conditions = []
+    for flag in known.values():
+        conditions += [*flag.requires, *flag.conflicts, *([flag.only_with] if flag.only_with else [])]
     assert len(conditions) > 20
     for name, equals, text in (condition.partition("=") for condition in conditions):
         assert name in known and (not equals or known[name].read(text) != known[name].default), name
 
 
 SECRET = "wJalr/XUtn+FEMI/canary"
-
-
 ROOTS = [f"s3://AKIA:{SECRET}@b/arm", f"gs://{SECRET.replace('/', '')}@b", f"ftp://u:{SECRET}@h"]
 
 
@@ -230,82 +242,64 @@ ROOTS = [f"s3://AKIA:{SECRET}@b/arm", f"gs://{SECRET.replace('/', '')}@b", f"ftp
         ["--config_path={}"],
     ],
 )
-def test_an_address_with_credentials_is_refused_and_not_repeated(flags):
-    """Before anything else is looked at, whatever else is wrong."""
+def test_address_with_credentials_is_refused_without_echoing_it(flags):
+    """Before other invalid options are reported."""
     for root in ROOTS:
-        given = [flag.format(root) for flag in flags]
         with pytest.raises(ValueError, match="an address with credentials in it .* is refused.*environment") as refused:
-            parse_args([*DATA[1:], *given, "--batch_size=many"])
+            parse_args([*DATA[1:], *(flag.format(root) for flag in flags), "--batch_size=many"])
         assert "canary" not in str(refused.value) and refused.value.__cause__ is None
-        assert re.match(
-            "--(dataset.ro|dataset.mix|policy.path|output_dir|config_path)|command line:", str(refused.value)
-        )
+        where = "--(dataset.ro|dataset.mix|policy.path|output_dir|config_path)|command line:"
+        assert re.match(where, str(refused.value))
 
 
-def test_nor_is_one_of_a_file_of_options(tmp_path):
-    path = tmp_path / "options.json"
-    path.write_text(json.dumps({"dataset": {"root": f"s3://AKIA:{SECRET}@b/arm"}, "batch_size": "many"}))
-    with pytest.raises(ValueError, match=f"^{path}: an address with credentials") as refused:
-        parse_args([*DATA[1:], f"--config_path={path}"])
-    assert "canary" not in str(refused.value)
+def test_at_sign_outside_credentials_is_accepted():
+    for root in (
+        "/data/arm@2",
+        "s3://bucket/arm@2",
+        "s3://bucket/a:b@2",
+        "http://127.0.0.1:9000/arm@2",
+        "hf://datasets/a/b@m",
+        "s3://arn:aws:s3:eu-west-1:1:accesspoint/arms/a@2",
+        "abfs://container@account.dfs.core.windows.net/arm",
+        "s3://a,b@2",
+        "s3://a:80,/b@2",
+    ):
+        assert parse_args([*DATA[1:], "--dataset.root", root]).dataset.root == root
 
 
-@pytest.mark.parametrize(
-    "root",
-    [
-        *(
-            "/data/arm@2",
-            "s3://bucket/arm@2",
-            "s3://bucket/a:b@2",
-            "http://127.0.0.1:9000/arm@2",
-            "hf://datasets/a/b@m",
-        ),
-        *("s3://arn:aws:s3:eu-west-1:1:accesspoint/arms/a@2", "abfs://container@account.dfs.core.windows.net/arm"),
-        *("s3://a,b@2", "s3://a:80,/b@2"),
-    ],
-)
-def test_an_at_sign_elsewhere_is_no_credential(root):
-    assert parse_args([*DATA[1:], "--dataset.root", root]).dataset.root == root
-
-
-def test_a_job_that_is_retried_goes_on_where_there_is_a_run(tmp_path):
+def test_resume_auto_resumes_if_the_folder_has_a_run(tmp_path):
     flags = ["--resume", "auto", f"--output_dir={tmp_path}", "--dataset.root=/data", "--policy.type=pi05"]
     assert not parse_args(flags).resume
-    started = parse_args([*flags, "--steps=7"])
-    (tmp_path / CONFIG_NAME).write_text(json.dumps({**started.to_json(), "resume": True, "dry_run": True}))
-    going_on = parse_args(flags)
-    assert (going_on.resume, going_on.steps, going_on.dry_run) == (True, 7, False)
-    # Its file serves another run as well, which is none that goes on.
+    save(replace(parse_args([*flags, "--steps=7"]), resume=True, dry_run=True), tmp_path)
+    resumed = parse_args(flags)
+    assert (resumed.resume, resumed.steps, resumed.dry_run) == (True, 7, False)
+    # The saved file as the options of a new run.
     assert not parse_args([f"--config_path={tmp_path / CONFIG_NAME}", f"--output_dir={tmp_path / 'other'}"]).resume
-    with pytest.raises(ValueError, match="--resume=maybe: expected true, false or auto"):
-        parse_args([*flags, "--resume=maybe"])
     with pytest.raises(FileNotFoundError, match="holds no run; leave --resume out to start one"):
         parse_args([f"--output_dir={tmp_path / 'other'}", "--resume"])
 
 
-def test_one_flag_replaces_what_a_preset_or_another_run_says_of_it(tmp_path):
+def test_flag_replaces_related_options_of_preset_or_saved_run(tmp_path):
     demo = ["--preset=demo", *DATA[:2], "--optimizer.lr=1e-4", "--scheduler.num_warmup_steps=10"]
     config = parse_args(demo)
     assert (config.lr, config.warmup_frac, config.optimizer_options) == (None, None, ["--lr=1e-4"])
     hub = ["--dataset.repo_id=a/b", "--dataset.revision=c1", "--policy.path=a/p", "--policy.pretrained_revision=c2"]
-    saved = parse_args([*hub, "--num_epochs=3", f"--output_dir={tmp_path}"])
-    (tmp_path / CONFIG_NAME).write_text(json.dumps(saved.to_json()))
-    go_on = [f"--config_path={tmp_path / CONFIG_NAME}", "--output_dir=/o"]
-    new = parse_args([*go_on, "--policy.path=/p", "--dataset.root=/d", "--preset=h100"])
+    save(parse_args([*hub, "--num_epochs=3", f"--output_dir={tmp_path}"]), tmp_path)
+    from_file = [f"--config_path={tmp_path / CONFIG_NAME}", "--output_dir=/o"]
+    new = parse_args([*from_file, "--policy.path=/p", "--dataset.root=/d", "--preset=h100"])
     assert (new.policy_path, new.policy_revision, new.num_epochs, new.steps) == ("/p", None, None, 30_000)
     assert (new.dataset.root, new.dataset.repo_id, new.dataset.revision) == ("/d", None, None)
-    assert parse_args([*go_on, "--dataset.repo_id=a/c"]).dataset.revision is None
-    assert parse_args([*go_on, "--policy.type=act"]).policy_path is None
-    saved = parse_args([*DATA, "--preset=demo", "--log_freq=7", "--dataset.episodes=3,7"])
-    (tmp_path / CONFIG_NAME).write_text(json.dumps(saved.to_json()))
-    new = parse_args([*go_on, "--preset=l4", "--dataset.root=/e"])
+    assert parse_args([*from_file, "--dataset.repo_id=a/c"]).dataset.revision is None
+    assert parse_args([*from_file, "--policy.type=act"]).policy_path is None
+    save(parse_args([*DATA, "--preset=demo", "--log_freq=7", "--dataset.episodes=3,7"]), tmp_path)
+    new = parse_args([*from_file, "--preset=l4", "--dataset.root=/e"])
     assert (new.lr, new.warmup_frac, new.log_freq, new.dataset.episodes) == (None, None, 7, None)
-    (tmp_path / CONFIG_NAME).write_text(json.dumps(parse_args([*hub, f"--output_dir={tmp_path}"]).to_json()))
+    save(parse_args([*hub, f"--output_dir={tmp_path}"]), tmp_path)
     resumed = parse_args(["--resume", f"--output_dir={tmp_path}", *hub[:1], *hub[2:3], "--steps=9"])
     assert (resumed.policy_revision, resumed.dataset.revision, resumed.num_epochs) == ("c2", "c1", None)
 
 
-def test_steps_from_epochs_and_the_smoke_cap(monkeypatch):
+def test_steps_follow_epochs_and_max_train_steps(monkeypatch):
     monkeypatch.delenv("MAX_TRAIN_STEPS", raising=False)
     config = Config(batch_size=4, grad_accum=2, num_epochs=2)
     assert config.global_batch_size == 8
@@ -320,43 +314,41 @@ def test_steps_from_epochs_and_the_smoke_cap(monkeypatch):
         config.resolve_steps(100)
 
 
-def test_a_range_of_workers():
+def test_worker_range_sets_global_batch_and_row_multiple():
     config = parse_args([*DATA, "--scaling.num_workers", "2,4", "--batch_size=3", "--grad_accum=2"])
     assert (config.scaling.min_workers, config.scaling.num_workers) == (2, 4)
     assert config.global_batch_size == 24  # that of the most workers, however many there are
     for workers in (2, 3, 4):
         assert config.rows_multiple % (3 * workers) == 0
     assert parse_args([*DATA, "--scaling.num_workers=3"]).scaling.min_workers is None
-    for given, message in {"4,2": "the least and the most, in that order", "2,64": "choose a narrower range"}.items():
-        with pytest.raises(ValueError, match=message):
-            parse_args([*DATA, f"--scaling.num_workers={given}"])
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.command)
-def test_help_has_every_flag_with_a_sentence_its_values_and_its_default(program):
+def test_help_lists_every_flag_with_sentence_values_and_default(program):
     shown = program.help()
     blocks = dict(re.findall(r"^  --([\w.]+) VALUE\n((?:      .*\n?)+)", shown, flags=re.MULTILINE))
     assert blocks.keys() == {name.replace("*", "OPTION") for name in program.flags}
-    for name, of in program.flags.items():
-        said = " ".join(blocks[name.replace("*", "OPTION")].split())
-        assert said.startswith(of.help) and len(of.help) > 15 and (of.expected in said or name.endswith("*")), name
-        assert re.search(r"[.;] default \S+\)$|; default [^;]+\)$", said) or name.endswith("*"), said
+    for name, flag in program.flags.items():
+        text = " ".join(blocks[name.replace("*", "OPTION")].split())
+        assert text.startswith(flag.help) and len(flag.help) > 15, name
+        if not name.endswith("*"):
+            assert flag.expected in text and re.search(r"[.;] default \S+\)$|; default [^;]+\)$", text), text
     assert list(blocks)[: len(program.first)] == list(program.first)
     assert all(f"--preset {name}: " in shown for name in program.presets)
     assert max(map(len, shown.split("\n"))) <= 120
 
 
-def test_the_page_of_flags_is_what_the_options_make():
+def test_flags_page_matches_the_options():
     assert (Path(__file__).parents[1] / "docs" / "flags.md").read_text() == page() + "\n"
 
 
 @pytest.mark.parametrize("name", ["dataset.root", "steps"])
 @pytest.mark.parametrize("empty", ["", "  "])
-def test_an_empty_value_is_refused(name, empty):
+def test_empty_value_is_refused(name, empty):
     """As an unset variable leaves it: `--preset demo --dataset.root=$DATA` trained on the demo."""
-    for given in ([f"--{name}={empty}"], [f"--{name}", empty]):
+    for flags in ([f"--{name}={empty}"], [f"--{name}", empty]):
         with pytest.raises(ValueError, match=f"--{name} is empty .*give a value, or leave it out"):
-            parse_args(["--preset", "demo", *given])
+            parse_args(["--preset", "demo", *flags])
 
 
 @pytest.mark.parametrize(
@@ -381,15 +373,11 @@ def test_an_empty_value_is_refused(name, empty):
         ("--dataset.skip_idle=null", "dataset.skip_idle", None),
     ],
 )
-def test_values_mean_what_they_say(flag, path, value):
+def test_flag_values_are_parsed_by_type(flag, path, value):
     assert get_option(parse_args([*DATA, *flag.split("=", 1)]), path) == value
 
 
-def test_the_best_by_success_need_no_held_out_loss():
-    assert parse_args([*LOSSES, "--keep_best=2,success"]).best_kept == 2
-
-
-def test_what_is_left_blank_in_a_file_of_a_mixture_is_not_given(tmp_path):
+def test_blank_fields_of_mixture_file_are_unset(tmp_path):
     path = tmp_path / "mix.yaml"
     path.write_text("members:\n- root: /a\n  tasks:\n  camera_keys: ~\n  episodes: null\n")
     (member,) = members(parse_args([*DATA[1:], f"--dataset.mixture=@{path}"]).dataset.mixture)
@@ -409,36 +397,39 @@ def test_what_is_left_blank_in_a_file_of_a_mixture_is_not_given(tmp_path):
         ({"batch_size": True}, "--batch_size=true: expected a whole number"),
         ({"train": {"mode": "all"}}, "expected one of heads, expert, full"),
         ({"keep_best_by": 3}, "--keep_best_by=3: expected one of loss, success"),
+        ({"dataset": {"root": f"s3://AKIA:{SECRET}@b/arm"}, "batch_size": "many"}, "an address with credentials"),
     ],
 )
-def test_a_file_of_options_is_checked_as_flags_are(tmp_path, changed, message):
+def test_invalid_options_file_is_refused_by_path(tmp_path, changed, message):
     path = tmp_path / "options.json"
     path.write_text(json.dumps(changed))
-    with pytest.raises(ValueError, match=f"^{path}:? .*{message}"):
+    with pytest.raises(ValueError, match=f"^{path}:? .*{message}") as refused:
         parse_args([*DATA, f"--config_path={path}"])
+    assert "canary" not in str(refused.value)
 
 
-def test_every_option_of_a_run_is_saved_and_comes_back(started, tmp_path):
-    """With values other than their defaults, those that no flag sets by itself among them; flags change them."""
-    given = {
+def test_saved_options_round_trip_through_resume(started, tmp_path):
+    """Also options that no flag sets by itself; flags of the resume replace them."""
+    options = {
         "scaling.num_workers": "2,8", "keep_best": "2,success", "env.type": "two_bins", "env.a": "b",
+        "dataset.eval_split": "0.1", "eval_steps": "300", "save_freq": "1000",
         "optimizer.betas": "[0.9, 0.99]", "dataset.image_transforms.enable": "true", "dataset.image_size": "[8, 8]",
         "rename_map": '{"a": "b"}', "num_epochs": "1.5", "dataset.shuffle_window": "64", "peft.r": "4",
         "policy.repo_id": "a/b", "lr": "1e-05",
     }  # fmt: skip
-    first, resume = started(*(f"--{name}={value}" for name, value in given.items()))
+    first, resume = started(*(f"--{name}={value}" for name, value in options.items()))
     assert (first.keep_best, first.keep_best_by) == (2, "success")
     assert parse_args(resume) == replace(first, resume=True)
     assert parse_args([*resume, "--grad_accum=2"]) == replace(first, resume=True, grad_accum=2)
     saved = first.to_json()
     saved["given"] = {"train.feature_cache": 3}
-    saved["train"]["feature_cache"] = None  # as earlier versions wrote an option that is gone
+    saved["train"]["feature_cache"] = None  # an option of earlier versions
     (tmp_path / CONFIG_NAME).write_text(json.dumps(saved))
     assert parse_args(resume) == replace(first, resume=True)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "much"])
-def test_limits_in_the_environment_are_checked(monkeypatch, text):
+def test_environment_limits_must_be_positive_numbers(monkeypatch, text):
     assert cache_gb(7.0) == 7.0
     monkeypatch.setenv("VLA_CACHE_GB", "2.5")
     assert cache_gb(7.0) == 2.5
@@ -453,25 +444,25 @@ def test_limits_in_the_environment_are_checked(monkeypatch, text):
         Timeouts.from_environment()
 
 
-def test_a_resumed_run_keeps_what_its_plan_decided(started, tmp_path):
-    """Also where the same command comes again; another run decides anew."""
+def test_resume_preserves_decisions_of_the_plan(started, tmp_path):
+    """Also if the first command is repeated; a new run decides anew."""
     flags = ["--dataset.repo_id=a/b", "--dataset.revision=main", "--dataset.statistics=auto"]
     first, resume = started("--dataset.root=null", *flags)
     decisions = {"dataset.revision": "c0ffee", "dataset.statistics": "exact", "dataset.shard_rows": 8}
-    of_plan = decided(decided(first, decisions), {**decisions, "scaling.use_gpu": True})
-    (tmp_path / CONFIG_NAME).write_text(json.dumps(of_plan.to_json()))
-    for more in ([], flags):
-        again = parse_args([*resume, *more])
-        assert again == replace(of_plan, resume=True) and not changed_options(again)
-    again = parse_args([*resume, "--dataset.revision=v2", "--scaling.use_gpu=null"])
-    assert (again.dataset.revision, again.scaling.use_gpu) == ("v2", None)
-    assert again.given == {path: of_plan.given[path] for path in ("dataset.shard_rows", "dataset.statistics")}
-    assert changed_options(again) == ["dataset.revision was c0ffee, is v2", "scaling.use_gpu was True, is None"]
-    other = [f"--config_path={tmp_path / CONFIG_NAME}", f"--output_dir={tmp_path}"]
-    assert parse_args(other) == first and parse_args([*other, *flags[:1]]).dataset.revision is None
+    planned = decided(decided(first, decisions), {**decisions, "scaling.use_gpu": True})
+    save(planned, tmp_path)
+    for repeated in ([], flags):
+        resumed = parse_args([*resume, *repeated])
+        assert resumed == replace(planned, resume=True) and not changed_options(resumed)
+    resumed = parse_args([*resume, "--dataset.revision=v2", "--scaling.use_gpu=null"])
+    assert (resumed.dataset.revision, resumed.scaling.use_gpu) == ("v2", None)
+    assert resumed.given == {path: planned.given[path] for path in ("dataset.shard_rows", "dataset.statistics")}
+    assert changed_options(resumed) == ["dataset.revision was c0ffee, is v2", "scaling.use_gpu was True, is None"]
+    new = [f"--config_path={tmp_path / CONFIG_NAME}", f"--output_dir={tmp_path}"]
+    assert parse_args(new) == first and parse_args([*new, *flags[:1]]).dataset.revision is None
 
 
-def test_a_run_of_grpo_is_resumed_with_its_own_options_alone(started, tmp_path):
+def test_grpo_resume_refuses_options_of_training(started, tmp_path):
     first, resume = started("--grpo.groups=4", "--seed=3", parse=parse_grpo)
     assert parse_grpo(resume) == replace(first, resume=True)
     (tmp_path / CONFIG_NAME).write_text(json.dumps(first.to_json() | {"log_freq": 3}))
@@ -479,29 +470,18 @@ def test_a_run_of_grpo_is_resumed_with_its_own_options_alone(started, tmp_path):
         parse_grpo(resume)
 
 
-def test_training_reads_the_options_of_a_run_of_grpo():
+def test_grpo_options_convert_to_training_options():
     flags = ["--train.attention=eager", "--scaling.num_workers=4", "--lr=3e-6", "--keep_best=2"]
     config = parse_grpo([*GRPO, *flags]).training()
     assert (config.train.attention, config.train.noise_draws, config.scaling.num_workers) == ("eager", 1, 4)
     assert (config.policy_path, config.lr, config.best_kept, config.save_freq) == ("/p", 3e-6, 2, 10)
-    assert not config.is_evaluated(10, 10), "its checkpoints do not play beside the training"
+    assert not config.is_evaluated(10, 10), "checkpoints play no episodes beside the training"
 
 
-def test_flags_of_the_other_programs():
+def test_grpo_evaluate_and_record_flags_are_parsed():
     grpo = parse_grpo([*GRPO, "--grpo.dual_clip=null"])
     assert grpo.grpo.dual_clip is None and grpo.lr == 5e-6 and grpo.save_freq == 10
-    trial = parse_evaluate([*GRPO, "--policy.n_action_steps=5", "--use_gpu"])
-    assert (trial.policy_options, trial.use_gpu) == (["--n_action_steps=5"], True)
-    record = ["--env.type=metaworld", "--env.task=reach-v3", "--root=/d"]
-    recorded = parse_record([*record, "--episodes=3"])
-    assert (recorded.env_options, recorded.episodes) == (["--task=reach-v3"], 3)
-    for parse, flags, message in (
-        (parse_grpo, [*GRPO, "--dataset.root=/d"], "unknown flag --dataset.root"),
-        (parse_grpo, [*GRPO, "--policy.type=pi05"], "--policy.type starts from random weights"),
-        (parse_grpo, [*GRPO, "--train.noise_draws=2"], "unknown flag --train.noise_draws"),
-        (parse_grpo, [*GRPO, "--keep_best=1,success"], "--keep_best=1,success: expected a whole number, at least 0"),
-        (parse_evaluate, [*GRPO, "--steps=1"], "unknown flag --steps"),
-        (parse_record, [*record, "--seed=4294967295"], "must be at most 4294967245"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            parse(flags)
+    evaluation = parse_evaluate([*GRPO, "--policy.n_action_steps=5", "--use_gpu"])
+    assert (evaluation.policy_options, evaluation.use_gpu) == (["--n_action_steps=5"], True)
+    recording = parse_record([*RECORD, "--episodes=3"])
+    assert (recording.env_options, recording.episodes) == (["--task=reach-v3"], 3)
