@@ -1,9 +1,8 @@
-"""The step against plain PyTorch."""
+"""Training step, average, schedule and metrics against plain PyTorch and LeRobot."""
 
 import copy
-import itertools
 import time
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock, Mock, call
 
 import numpy as np
 import pytest
@@ -46,21 +45,18 @@ class Regression(nn.Module):
 
 def batches(n, size, seed=1):
     generator = torch.Generator().manual_seed(seed)
-    return [
-        {"x": torch.randn(size, 5, generator=generator), "y": torch.randn(size, 1, generator=generator)}
-        for _ in range(n)
-    ]
+    shapes = {"x": (size, 5), "y": (size, 1)}
+    return [{name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} for _ in range(n)]
 
 
 def draws_for(step, size):
     generator = torch.Generator().manual_seed(step)
-    noise, time = torch.randn(size, 1, generator=generator), torch.rand(size, generator=generator)
-    return noise, time
+    return torch.randn(size, 1, generator=generator), torch.rand(size, generator=generator)
 
 
 @pytest.fixture
 def group(tmp_path):
-    """A process group of this process alone."""
+    """Start a process group of one process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -82,13 +78,13 @@ def make_optimizer(model, schedule=lambda step: 1e-2, clip_norm=1.0, **options):
 
 
 def run(model, data, steps, accum, size, **options):
-    made = {name: options.pop(name) for name in ("schedule", "clip_norm", "decay") if name in options}
-    optimizer, feed = make_optimizer(model, **made), iter(data)
+    of_optimizer = {name: options.pop(name) for name in ("schedule", "clip_norm", "decay") if name in options}
+    optimizer, feed = make_optimizer(model, **of_optimizer), iter(data)
     return [take_step(model, optimizer, feed, step, size, accum, **options) for step in range(steps)], optimizer
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_the_step_is_plain_adamw_with_clipping_and_schedule(sharded, request):
+def test_train_step_equals_plain_adamw_with_clipping_and_schedule(sharded, request):
     ours, plain = Regression(), Regression()
     if sharded:
         request.getfixturevalue("group")
@@ -120,64 +116,64 @@ def test_the_step_is_plain_adamw_with_clipping_and_schedule(sharded, request):
 
 
 @pytest.mark.parametrize("bad", [None, 2])
-def test_the_average_is_pytorchs_and_takes_the_parameters_place_for_a_while(bad):
+def test_average_equals_pytorchs_and_averaged_restores_parameters(bad):
     data, model = batches(5, 8), Regression()
     reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     reference.update_parameters(model)
     if bad is not None:
         data[bad]["y"][0] = float("nan")
     plain, feed = Regression(), iter(data)
-    without = make_optimizer(plain)
+    without_average = make_optimizer(plain)
     for step in range(5):
-        take_step(plain, without, feed, step, 8)
+        take_step(plain, without_average, feed, step, 8)
         if step != bad:
             reference.update_parameters(plain)
     _, optimizer = run(model, data, 5, 1, 8, decay=0.9)
     expected = {f"average.{name}": value for name, value in reference.module.named_parameters()}
     torch.testing.assert_close(optimizer.named_average(), expected, rtol=1e-5, atol=1e-7)
-    before, average = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.named_average())
+    parameters, average = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.named_average())
     with optimizer.averaged():
         for name, value in model.named_parameters():
             assert torch.equal(value, average[f"average.{name}"])
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(model.state_dict(), parameters, rtol=0, atol=0)
     torch.testing.assert_close(optimizer.named_average(), average, rtol=0, atol=0)
-    assert without.named_average() == {} and without.decay == 0.0
-    with without.averaged():
+    assert without_average.named_average() == {} and without_average.decay == 0.0
+    with without_average.averaged():
         pass
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_gradients_that_were_there_stay_in_their_memory(before):
-    """As DDP's buckets are; others are given up."""
+@pytest.mark.parametrize("preallocated", [False, True])
+def test_preallocated_gradients_stay_in_their_memory(preallocated):
+    """DDP's buckets need it; other gradients are freed."""
     model = Regression()
-    if before:
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param)
-    at = [param.grad.data_ptr() if before else None for param in model.parameters()]
+    params = list(model.parameters())
+    for param in params if preallocated else ():
+        param.grad = torch.zeros_like(param)
+    addresses = [param.grad.data_ptr() for param in params] if preallocated else []
     run(model, batches(2, 8), 2, 1, 8)
-    assert [param.grad.data_ptr() if before else param.grad for param in model.parameters()] == at
-    assert not before or not any(param.grad.any() for param in model.parameters())
+    if preallocated:
+        assert [param.grad.data_ptr() for param in params] == addresses
+        assert not any(param.grad.any() for param in params)
+    else:
+        assert [param.grad for param in params] == [None] * len(params)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
-    model = Regression()
-    data = batches(3, 8)
+def test_nonfinite_step_changes_no_state_and_is_counted(bad):
+    model, data = Regression(), batches(3, 8)
     data[1]["y"][3] = bad
     optimizer, window, feed, states = make_optimizer(model), DeviceMetrics(CPU), iter(data), []
     for step in range(3):
-        result = take_step(model, optimizer, feed, step, 8)
-        window.add_step(result, samples=8)
+        window.add_step(take_step(model, optimizer, feed, step, 8), samples=8)
         states.append({**copy.deepcopy(model.state_dict()), **copy.deepcopy(optimizer.state())})
     for key, value in states[0].items():
         assert torch.equal(value, states[1][key]), key
     assert any(not torch.equal(value, states[2][key]) for key, value in states[1].items())
     metrics, _ = window.gather({"waited_s": 0.0})
-    assert metrics["nonfinite_steps"] == 1 and metrics["samples"] == 24
-    assert np.isfinite(metrics["loss"])
+    assert metrics["nonfinite_steps"] == 1 and metrics["samples"] == 24 and np.isfinite(metrics["loss"])
 
 
-def test_only_what_trains_is_optimised_and_it_must_be_float32():
+def test_optimizer_has_trainable_parameters_only_and_requires_float32():
     model = Regression()
     model.net[0].requires_grad_(False)
     assert make_optimizer(model).names == ["net.2.weight", "net.2.bias"]
@@ -190,7 +186,7 @@ def test_only_what_trains_is_optimised_and_it_must_be_float32():
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 10), (3, 10), (100, 1000)])
-def test_the_schedule_is_lerobots(warmup, steps):
+def test_warmup_cosine_equals_lerobots_schedule(warmup, steps):
     ours = warmup_cosine(1e-3, 1e-4, warmup, steps)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
     theirs = CosineDecayWithWarmupSchedulerConfig(
@@ -206,27 +202,27 @@ def test_collate_copies_numbers_and_refuses_objects():
     out = NumpyToTorchCollate(pin_memory=False)(source)
     assert out["image"].dtype == torch.uint8 and out["pad"].dtype == torch.bool
     np.testing.assert_array_equal(out["image"].numpy(), source["image"])
-    out["image"].zero_()  # ours to write; the object store's block is untouched
+    out["image"].zero_()  # does not write to the object store's block
     assert source["image"].any()
     with pytest.raises(ValueError, match="'task' holds Python objects"):
         NumpyToTorchCollate(pin_memory=False)({"task": np.array(["a"], object)})
 
 
-def test_memory_is_pinned_for_what_a_gpu_copies(monkeypatch):
+def test_collate_pins_only_nonempty_arrays_for_the_gpu(monkeypatch):
     real, pinned = torch.empty, []
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **o: pinned.append(pin_memory) or real(*a, **o))
-    batch = {"one": np.ones(1, np.uint8), "index": np.ones(1, np.int64), "none": np.ones((2, 0), np.float32)}
+    batch = {"image": np.ones(1, np.uint8), "index": np.ones(1, np.int64), "empty": np.ones((2, 0), np.float32)}
     collate = NumpyToTorchCollate(pin_memory=True)
     for _ in range(2):
         collate(batch)
-    assert pinned == [True] + 2 * [True, False, False]  # the first is a try
+    assert pinned == [True] + 2 * [True, False, False]  # first a probe
     pinned.clear()
     NumpyToTorchCollate(pin_memory=False)(batch)
     assert pinned == [False] * 3
 
 
-def test_the_next_batch_is_copied_on_a_side_stream(monkeypatch):
-    """The driver is stood in for: what is copied when, and which stream waits for which."""
+def test_prefetcher_copies_next_batch_on_a_side_stream(monkeypatch):
+    """Order of copies and of waits between streams, recorded by a mock of the driver."""
     gpu, device = MagicMock(), torch.device("cuda")
     gpu.index.is_cuda, gpu.a.to.return_value.is_cuda = False, True
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: gpu.side)
@@ -241,18 +237,20 @@ def test_the_next_batch_is_copied_on_a_side_stream(monkeypatch):
 
 
 @pytest.mark.parametrize("variable", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "no GPU"])
-def test_segments_grow_unless_the_environment_says_otherwise(variable, monkeypatch):
-    found, apply = [], torch._C._accelerator_setAllocatorSettings
+def test_expandable_segments_are_set_unless_environment_overrides(variable, monkeypatch):
+    settings, apply = [], torch._C._accelerator_setAllocatorSettings
     if variable:
         monkeypatch.setenv(variable, "x")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: variable != "no GPU")
-    # PyTorch takes it: it refuses what it does not know.
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: found.append(text) or apply(text))
+    # PyTorch refuses unknown settings.
+    monkeypatch.setattr(
+        torch._C, "_accelerator_setAllocatorSettings", lambda text: settings.append(text) or apply(text)
+    )
     enable_expandable_segments()
-    assert found == ([] if variable else ["expandable_segments:True"])
+    assert settings == ([] if variable else ["expandable_segments:True"])
 
 
-def test_without_a_gpu_batches_pass_through_and_waiting_is_counted():
+def test_timed_iterator_on_cpu_passes_batches_through_and_counts_waits():
     data = batches(3, 2)
     timed = TimedIterator(cuda_prefetcher(data, CPU))
     assert timed.waited_s == 0 and timed.peek() is timed.peek() is data[0]
@@ -261,20 +259,18 @@ def test_without_a_gpu_batches_pass_through_and_waiting_is_counted():
     with pytest.raises(StopIteration):
         next(timed)
 
-
-def test_what_is_made_of_batches_is_no_waiting():
-    def slower(batches):
+    def slow_transform(batches):
         for batch in batches:
             time.sleep(0.05)
-            yield {**batch, "made": True}
+            yield {**batch, "transformed": True}
 
-    timed = TimedIterator(cuda_prefetcher(batches(3, 2), CPU), then=slower)
-    assert [batch["made"] for batch in timed] == [True] * 3
-    assert 0 < timed.waited_s < 0.05
+    timed = TimedIterator(cuda_prefetcher(data, CPU), then=slow_transform)
+    assert [batch["transformed"] for batch in timed] == [True] * 3
+    assert 0 < timed.waited_s < 0.05, "the time of the transform is no wait"
 
 
 @pytest.mark.gpu
-def test_prefetched_batches_arrive_whole_on_the_gpu():
+def test_prefetched_batches_are_complete_on_the_gpu():
     device = torch.device("cuda")
     collate = NumpyToTorchCollate(pin_memory=True)
     source = (collate({"a": np.full((512, 1024), i, np.float32), "index": np.array([i])}) for i in range(50))
@@ -284,7 +280,7 @@ def test_prefetched_batches_arrive_whole_on_the_gpu():
         assert (product == i * 1024).all().item()
 
 
-# In teraFLOP/s; None: not known.
+# In teraFLOP/s; None: unknown.
 PEAKS = {
     **{"NVIDIA L4": 121, "L4": 121, "NVIDIA L40S": 362.05, "NVIDIA A10G": 70, "NVIDIA A100-SXM4-80GB": 312},
     **{"NVIDIA H100 80GB HBM3": 989.5, "NVIDIA H100 PCIe": 756.5, "NVIDIA H100 NVL": 835.5},
@@ -293,7 +289,7 @@ PEAKS = {
 }
 
 
-def test_peak_rates_go_by_the_whole_name(monkeypatch):
+def test_peak_flops_matches_the_full_device_name(monkeypatch):
     for name, tera in PEAKS.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_flops(torch.device("cuda", 0)) == (tera and pytest.approx(tera * 1e12)), name
@@ -304,16 +300,20 @@ def gathered(metrics, **host):
     return metrics.gather({"waited_s": 0.0, **host})
 
 
+def step_result(loss=1.0, grad_norm=1.0, skipped=0.0):
+    return StepResult(*map(torch.tensor, (loss, grad_norm, skipped)))
+
+
 @pytest.fixture
 def gather_on_ranks(monkeypatch):
-    """A function that gathers two ranks' metrics, in turn in this process; returns what the last rank gets."""
+    """Return a function that gathers two ranks' metrics, one after the other, and returns the last rank's result."""
 
     def gather(*ranks, hosts=({}, {})):
         sent = []
 
         def all_gather(out, part):
             sent.append(part)
-            assert len(part) == len(sent[0])  # whatever a policy computes, all ranks send equally many numbers
+            assert len(part) == len(sent[0]), "ranks send equally many numbers, whatever a policy computes"
             out.copy_(torch.cat([sent[0], part]))
 
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -324,16 +324,16 @@ def gather_on_ranks(monkeypatch):
     return gather
 
 
-def test_means_have_the_labels_and_names_that_they_were_added_under():
+def test_metric_means_have_their_labels_and_names():
     metrics = DeviceMetrics(CPU)
     metrics.sums("loss_by_robot", ("arm", "gantry", "none")).fill_(7.0)
     metrics.add("l1_loss", 3.0)
     metrics.restart()
     metrics.sums("loss_by_robot").add_(torch.tensor([[6.0, 1.0, 0.0], [4.0, 2.0, 0.0]]))
-    metrics.add_step(StepResult(torch.ones(()), torch.ones(()), torch.zeros(())), samples=6)
+    metrics.add_step(step_result(), samples=6)
     line, _ = gathered(metrics)
     assert line["loss_by_robot"] == {"arm": 1.5, "gantry": 0.5, "none": None}
-    assert "l1_loss" not in line  # nothing was added since the window began
+    assert "l1_loss" not in line, "nothing was added since the window began"
     metrics.add("l1_loss", torch.tensor(1.0))
     metrics.add("l1_loss", 2.0)
     metrics.add("kld_loss", 0.25)
@@ -342,17 +342,17 @@ def test_means_have_the_labels_and_names_that_they_were_added_under():
     assert "loss_by_robot" not in gathered(DeviceMetrics(CPU))[0]
 
 
-def test_what_is_not_finite_counts_in_no_mean_and_no_name_replaces_the_loops():
+def test_nonfinite_values_and_reserved_names_do_not_change_means():
     metrics = DeviceMetrics(CPU)
     for value in (1.0, float("nan"), torch.tensor(3.0), torch.tensor(float("inf"))):
         metrics.add("l1_loss", value)
     metrics.add("grad_norm", 100.0)
-    metrics.add_step(StepResult(torch.ones(()), torch.tensor(2.0), torch.zeros(())), samples=1)
+    metrics.add_step(step_result(grad_norm=2.0), samples=1)
     line, _ = gathered(metrics)
     assert line["l1_loss"] == 2.0 and line["grad_norm"] == 2.0
 
 
-def test_the_means_of_ranks_are_joined_and_left_out_where_their_names_differ(gather_on_ranks):
+def test_means_of_ranks_are_joined_if_their_names_agree(gather_on_ranks):
     def of_rank(**values):
         metrics = DeviceMetrics(CPU)
         metrics.sums("loss_by_robot", ("arm", "gantry"))[:, 1] = torch.tensor([values.pop("robot"), 2.0])
@@ -366,37 +366,29 @@ def test_the_means_of_ranks_are_joined_and_left_out_where_their_names_differ(gat
     assert not {"l1_loss", "a", "b"} & line.keys() and line["loss_by_robot"] == {"arm": None, "gantry": 1.5}
 
 
-def test_one_collective_and_one_read_per_log_step(monkeypatch, group):
-    counts = itertools.count()
-    original = dist.all_gather_into_tensor
-
-    def counted(*args, **options):
-        next(counts)
-        return original(*args, **options)
-
+def test_metrics_gather_needs_one_collective_per_window(monkeypatch, group):
+    all_gather = Mock(side_effect=dist.all_gather_into_tensor)
     for name in ("all_reduce", "broadcast", "all_gather", "barrier"):
         monkeypatch.setattr(dist, name, lambda *a, **k: pytest.fail("another collective"))
-    monkeypatch.setattr(dist, "all_gather_into_tensor", counted)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather)
     window = DeviceMetrics(CPU)
     results, _ = run(Regression(), batches(3, 8), steps=3, accum=1, size=8)
     for result in results:
         window.add_step(result, samples=8)
     metrics, _ = window.gather({"waited_s": 1.5, "stop": 1.0, "save": 0.0})
-    assert next(counts) == 1
+    assert all_gather.call_count == 1
     assert metrics["loss"] == pytest.approx(np.mean([r.loss.item() for r in results]), rel=1e-6)
 
 
-def test_the_metrics_of_a_window_are_those_of_all_ranks(gather_on_ranks, monkeypatch):
-    """Of two steps each, the second of rank 1 skipped. Times are the slower rank's."""
+def test_window_metrics_cover_all_ranks(gather_on_ranks, monkeypatch):
+    """Two steps each, the second of rank 1 skipped; times are the slower rank's."""
     ranks = []
     for rank, losses in enumerate(([1.0, 3.0], [2.0, float("nan")])):
         monkeypatch.setattr(time, "perf_counter", lambda began=10.0 - 4 * rank: began)
         ranks.append(metrics := DeviceMetrics(CPU))
         metrics.sums("loss_by_robot", ("arm", "gantry")).add_(torch.tensor([[3.0, 0.0], [2.0, rank]]))
         for step, loss in enumerate(losses):
-            skipped = float(np.isnan(loss))
-            result = StepResult(torch.tensor(loss), torch.tensor(5.0 * step + rank), torch.tensor(skipped))
-            metrics.add_step(result, samples=10)
+            metrics.add_step(step_result(loss, 5.0 * step + rank, float(np.isnan(loss))), samples=10)
     monkeypatch.setattr(time, "perf_counter", lambda: 14.0)
     hosts = [{"waited_s": 3.0 - rank, "save": rank, "flops": 1000.0 * rank} for rank in range(2)]
     line, by_rank = gather_on_ranks(*ranks, hosts=hosts)
@@ -414,7 +406,7 @@ def test_the_metrics_of_a_window_are_those_of_all_ranks(gather_on_ranks, monkeyp
     assert by_rank["save"] == [0, 1] and by_rank["flops"] == [0, 1000] and by_rank["elapsed_s"] == [4, 8]
 
 
-def test_the_metrics_of_a_window_without_a_step(monkeypatch):
+def test_window_metrics_without_a_step(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: 10.0)
     metrics = DeviceMetrics(CPU)
     monkeypatch.setattr(time, "perf_counter", lambda: 14.0)
