@@ -231,8 +231,9 @@ class Store:
             if may_pass(error):
                 raise StorageError(
                     f"{self._url(key)}: the store does not answer ({words}), for {time.monotonic() - started:.0f} s: "
-                    "check the network, the endpoint and that it is not overloaded. VLA_READ_TIMEOUT_S (datasets) or "
-                    "VLA_STORE_TIMEOUT_S (checkpoints) sets a longer time; --resume continues a run"
+                    "check the network, the endpoint and that it is not overloaded. VLA_READ_TIMEOUT_S (datasets; in "
+                    "read_lerobot storage_policy) or VLA_STORE_TIMEOUT_S (checkpoints) sets a longer time; --resume "
+                    "continues a run"
                 ) from error
             raise StorageError(
                 f"{self._url(key)}: the store refuses ({words}): check credentials, permissions and endpoint "
