@@ -569,12 +569,7 @@ def test_export_has_weights_or_average_of_last_checkpoint(results):
         export_of(with_config(run, config, 12))
 
 
-# ---- one process --------------------------------------------------------------------------------------------------
-
-
-def test_model_of_one_process_is_not_wrapped():
-    loss = torch.nn.Linear(2, 2)
-    assert spread(loss, "fsdp2", CPU, 1) is loss
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
