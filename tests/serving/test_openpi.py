@@ -71,7 +71,7 @@ def test_messages_are_those_of_openpis_packer():
 @pytest.mark.parametrize(
     ("data", "error"),
     [
-        (GOLDEN[:-3], "no msgpack of openpi's"),
+        (GOLDEN[:-3], "not in openpi's msgpack format"),
         (pack([1]), "is a list: send a dictionary"),
         (pack({"state": {b"__ndarray__": True, b"data": bytes(8), b"dtype": "|O", b"shape": [1]}}), "of type '.O'"),
         (pack({"state": {b"__ndarray__": True, b"data": b"", b"dtype": "<f4", b"shape": [9]}}), "has 36 bytes, not 0"),

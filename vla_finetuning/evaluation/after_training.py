@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ray.exceptions import RayError
 
-from vla_finetuning.buckets.mirror import remove
 from vla_finetuning.evaluation.demo_success import is_demo, success_table, try_demo
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
 from vla_finetuning.evaluation.robot_tools import describe_tools
@@ -25,7 +24,6 @@ def evaluate_trained(run: Run) -> int:
     if reason := family_of(run.policy.config).cannot_predict(run.policy.config):
         print_safe(f"Open loop    not measured: '{run.policy.config.type}' predicts nothing: {reason}")
         return 0
-    remove(run.job.output_dir / EVALUATION_NAME)  # of fewer steps, if a resumed run was longer
     try:
         errors = cluster.run_remote(evaluate_run, run, scaling=run.job.scaling)
         for name, result in errors_by_robot(errors).items():
