@@ -42,7 +42,7 @@ def url(bucket_url):
     return bucket_url
 
 
-def test_a_path_has_its_address(url):
+def test_mirror_path_and_address_convert_both_ways(url):
     folder = as_path(url)
     assert as_path("~/runs") == Path.home() / "runs" and address(Path("/a/b")) == "/a/b"
     assert address(folder) == url and address(folder / "a" / "b.json") == f"{url}/a/b.json"
@@ -53,7 +53,7 @@ def test_a_path_has_its_address(url):
     assert pickle.loads(sent) == as_path(url) / "a" != folder / "a"
 
 
-def test_what_a_process_writes_others_read(url):
+def test_pushed_files_are_pulled_by_other_processes(url):
     one, other, bucket = as_path(url), other_process(url), Bucket(url)
     write_json(one / "a.json", {"a": 1})
     (one / "inner").mkdir()
@@ -71,7 +71,7 @@ def test_what_a_process_writes_others_read(url):
     assert sizes(other) == {"inner/m.jsonl": 4} == sizes(one) and contents(other) == ["inner"]
 
 
-def test_a_file_without_a_suffix_is_removed_and_pulled(url):
+def test_file_without_suffix_is_pushed_pulled_and_removed(url):
     one, other, bucket = as_path(url), other_process(url), Bucket(url)
     (one / "stop").touch()
     push(one / "stop")
@@ -83,7 +83,7 @@ def test_a_file_without_a_suffix_is_removed_and_pulled(url):
     assert not (one / "stop").exists()
 
 
-def test_only_what_changed_is_sent_and_fetched(url, faults):
+def test_unchanged_files_are_not_transferred_again(url, faults):
     one, other = as_path(url), other_process(url)
     for name in ("a", "b"):
         (one / name).write_text(name)
@@ -102,7 +102,7 @@ def test_only_what_changed_is_sent_and_fetched(url, faults):
     assert (other / "b").read_text() == "more"
 
 
-def test_where_only_the_top_is_asked_for_nothing_below_is_listed(url, faults):
+def test_pull_at_the_top_lists_no_subfolders(url, faults):
     other, bucket = as_path(url), Bucket(url)
     for name in ("stop", "evaluations/a.json"):
         bucket.write(name, b"1")
@@ -119,7 +119,7 @@ def test_where_only_the_top_is_asked_for_nothing_below_is_listed(url, faults):
     assert {str(file.relative_to(other)) for file in other.rglob("*.*")} == {"metrics.jsonl", "evaluations/b.json"}
 
 
-def test_a_pull_from_a_store_that_is_away_gives_up_at_the_first_error(url, faults):
+def test_pull_from_unreachable_store_stops_at_the_first_error(url, faults):
     bucket, folder = Bucket(url), as_path(url)
     for number in range(40):
         bucket.write(f"{number}.json", b"{}")
@@ -130,7 +130,7 @@ def test_a_pull_from_a_store_that_is_away_gives_up_at_the_first_error(url, fault
     assert len({request.path for request in faults.requests}) < 30
 
 
-def test_large_files_are_fetched_on_request(url, monkeypatch):
+def test_large_files_are_pulled_only_on_request(url, monkeypatch):
     monkeypatch.setattr(mirror, "PIECE_BYTES", 2**20)
     one, other, data = as_path(url), other_process(url), os.urandom(3 * 2**20)
     names = ("model.safetensors", "rows/rank0.jsonl", "film.bin")
@@ -149,7 +149,7 @@ def test_large_files_are_fetched_on_request(url, monkeypatch):
     assert (other / "film.bin").read_bytes() == data[1:]
 
 
-def test_a_file_has_one_writer(url):
+def test_second_writer_of_a_file_is_refused(url):
     one, other, is_owner = as_path(url), other_process(url), [True]
     (one / "m.jsonl").write_text("1\n")
     push(one)
@@ -171,7 +171,7 @@ def test_a_file_has_one_writer(url):
     assert Bucket(url).read("m.jsonl") == b"again"
 
 
-def test_a_file_that_was_deleted_here_stays_in_the_bucket(url):
+def test_local_deletion_does_not_delete_from_the_bucket(url):
     """A machine that cleans its temporary files up takes nothing of a run away; `remove` does."""
     one, bucket = as_path(url), Bucket(url)
     for name in ("config.json", "a", "b"):
@@ -186,7 +186,7 @@ def test_a_file_that_was_deleted_here_stays_in_the_bucket(url):
     assert bucket.names() == set() and not (one / "inner").exists()
 
 
-def test_a_journal_that_sqlite_deleted_is_not_applied_again(url):
+def test_deleted_sqlite_journal_is_not_restored(url):
     """Here or elsewhere, to a database that has changed since: MLflow's and Trackio's were damaged."""
     one, bucket = as_path(url), Bucket(url)
     journal = one / "mlflow.db-journal"
@@ -201,7 +201,7 @@ def test_a_journal_that_sqlite_deleted_is_not_applied_again(url):
         assert bucket.read("mlflow.db-journal") == b""
 
 
-def test_what_marks_a_folder_as_whole_is_sent_last_and_deleted_first(url, faults):
+def test_completion_marker_is_pushed_last_and_deleted_first(url, faults):
     one = as_path(url)
     for name in ("config.json", "model.safetensors", "z.json"):
         (one / name).write_text(name)
@@ -212,7 +212,7 @@ def test_what_marks_a_folder_as_whole_is_sent_last_and_deleted_first(url, faults
     assert [r.path.rpartition("/")[2] for r in faults.requests if r.method == "DELETE"][0] == "config.json"
 
 
-def test_an_attempt_is_started_once(url):
+def test_concurrent_attempts_get_distinct_numbers(url):
     copies = [as_path(url), *(other_process(url) for _ in range(3))]
     for copy in copies:
         attempts(copy)
@@ -235,7 +235,7 @@ def test_an_attempt_is_started_once(url):
     assert [json.loads(line)["attempt"] for line in lines] == list(range(len(started))) and started
 
 
-def test_files_wait_for_a_store_that_is_away(url, faults, monkeypatch, caplog):
+def test_unsynced_files_are_pushed_once_the_store_answers(url, faults, monkeypatch, caplog):
     monkeypatch.setattr(mirror, "SYNC_S", 0.05)
     one, other, bucket = as_path(url), other_process(url), Bucket(url)
     faults.choose = lambda request: "403"
@@ -257,7 +257,7 @@ def test_files_wait_for_a_store_that_is_away(url, faults, monkeypatch, caplog):
     assert bucket.read("m.jsonl") == b"1\n2\n" and caplog.text.count("files stay on") == 1
 
 
-def test_a_file_of_several_processes_is_a_file_each(url, tmp_path):
+def test_file_of_process_gives_each_process_its_own_file(url, tmp_path):
     one, other = as_path(url), other_process(url)
     log = file_of_process(one / "run.log")
     append_line(log, "1")
@@ -271,7 +271,7 @@ def test_a_file_of_several_processes_is_a_file_each(url, tmp_path):
     assert file_of_process(as_path(url) / "run.log").name != log.name
 
 
-def test_a_copy_of_googles_store(googles_faults, tmp_path, monkeypatch):
+def test_mirror_of_google_storage_detects_other_writers(googles_faults, tmp_path, monkeypatch):
     """Its puts have another tag than its listings."""
     monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
     forget()
@@ -287,7 +287,7 @@ def test_a_copy_of_googles_store(googles_faults, tmp_path, monkeypatch):
     forget()
 
 
-def test_a_folder_is_fetched_once_for_those_who_read_it_together(url, faults, tmp_path):
+def test_concurrent_readers_share_one_fetched_folder(url, faults, tmp_path):
     bucket, names = Bucket(url), ("config.json", "model.safetensors", "tokenizer/vocab.json")
     for name in names:
         bucket.write(name, name.encode())
@@ -312,7 +312,7 @@ with mirror.fetched(mirror.as_path(sys.argv[2])) as folder:
 """
 
 
-def test_what_a_killed_process_has_fetched_is_fetched_again(url, tmp_path):
+def test_leftovers_of_killed_process_are_removed(url, tmp_path):
     """Ray Train kills its workers. The next process of this user on the node removes it, of whatever address."""
     bucket = Bucket(url)
     bucket.write("weights", b"old")
@@ -325,7 +325,7 @@ def test_what_a_killed_process_has_fetched_is_fetched_again(url, tmp_path):
         assert (folder / "weights").read_text() == "old"
 
 
-def test_who_reads_a_folder_that_was_written_anew_gets_the_new_one(url, tmp_path):
+def test_fetched_returns_new_content_while_old_is_in_use(url, tmp_path):
     """As an evaluation of an export that serve.py still serves the one before of."""
     bucket, folder = Bucket(url), as_path(url)
     bucket.write("weights", b"old")
@@ -336,7 +336,7 @@ def test_who_reads_a_folder_that_was_written_anew_gets_the_new_one(url, tmp_path
     assert not served.exists() and not evaluated.exists()
 
 
-def test_what_cannot_be_fetched_whole_leaves_the_disk_free(url, monkeypatch):
+def test_failed_fetch_leaves_no_files_on_disk(url, monkeypatch):
     def fill_up(store, key, content, target):
         target.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -348,7 +348,7 @@ def test_what_cannot_be_fetched_whole_leaves_the_disk_free(url, monkeypatch):
     assert not list(mirror.scratch(as_path(url)).glob("fetched-*/run/**/*"))
 
 
-def test_a_name_that_leads_out_of_the_folder_is_refused(url, monkeypatch):
+def test_object_name_outside_the_folder_is_refused(url, monkeypatch):
     folder, found = as_path(url), {"../../x": store_module.Content(1, "", 0.0)}
     monkeypatch.setattr(mirror.Mirror, "objects", lambda self, name, at_the_top=False: found)
     pull(folder)
@@ -356,7 +356,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(url, monkeypatch):
         pass
 
 
-def test_an_export_replaces_the_one_before_when_it_is_whole(url, tmp_path):
+def test_export_replaces_the_previous_one_only_when_complete(url, tmp_path):
     path, bucket = as_path(url) / "pretrained_model", Bucket(url)
     bucket.write("pretrained_model/old.safetensors", b"of the export before")
     on_disk = tmp_path / "run" / "pretrained_model"
@@ -376,7 +376,7 @@ def test_an_export_replaces_the_one_before_when_it_is_whole(url, tmp_path):
     assert [*on_disk.parent.rglob("*.*")] == [on_disk / "config.json"]
 
 
-def test_robots_of_an_export_are_found_by_listings(url, faults, tmp_path):
+def test_exported_robots_need_listings_only(url, faults, tmp_path):
     """A tokenizer of tens of MB is for the process that loads the policy."""
     bucket, folder, disk = Bucket(url), as_path(url), tmp_path / "disk"
     for name in ("arm/config.json", "arm/tokenizer/tokenizer.json", "gantry/config.json", "films/a.png"):
@@ -390,7 +390,7 @@ def test_robots_of_an_export_are_found_by_listings(url, faults, tmp_path):
     assert not faults.of("tokenizer.json")
 
 
-def test_a_run_beside_a_file_is_a_copy_of_its_own(url):
+def test_run_beside_a_mirrored_file_has_its_own_mirror(url):
     """Else all beside it would be fetched, and its file `stop` not be looked for."""
     labels, run = as_file(f"{url}/labels.parquet"), as_path(f"{url}/run1")
     assert mirror.mirror_of(labels)[0].url == url and mirror.mirror_of(run)[0].url == f"{url}/run1"

@@ -29,7 +29,7 @@ def bucket(bucket_url):
     return Store("s3", "runs")
 
 
-def test_an_empty_bucket_exists(faults):
+def test_empty_bucket_lists_nothing_and_missing_bucket_is_an_error(faults):
     boto3.client("s3").create_bucket(Bucket="empty")
     assert Store("s3", "empty").names("") == ([], {})
     with pytest.raises(FileNotFoundError):
@@ -37,12 +37,12 @@ def test_an_empty_bucket_exists(faults):
 
 
 @pytest.mark.parametrize("url", ["http://runs/x", "s3://", "hf://a/b"])
-def test_an_address_of_no_store(url):
+def test_unknown_store_address_is_refused(url):
     with pytest.raises(ValueError, match=f"{url}: expected a path, s3://BUCKET/FOLDER, gs://"):
         split_address(url)
 
 
-def everything_whole(store, folder):
+def check_store_operations(store, folder):
     """Check what holds in any store."""
     with pytest.raises(FileNotFoundError):
         store.get(f"{folder}/a.json")
@@ -67,13 +67,13 @@ def everything_whole(store, folder):
     assert store.names(folder) == ([], {})
 
 
-def test_objects_are_whole(bucket, request):
-    everything_whole(bucket, request.node.name)
+def test_s3_store_operations(bucket, request):
+    check_store_operations(bucket, request.node.name)
 
 
-def test_objects_are_whole_in_googles_store(googles_faults, tmp_path, monkeypatch):
+def test_google_storage_operations_and_piecewise_transfer(googles_faults, tmp_path, monkeypatch):
     store = Store("gs", "runs")
-    everything_whole(store, "a/run")
+    check_store_operations(store, "a/run")
     monkeypatch.setattr(store_module, "PIECE_BYTES", 5 * 2**20)
     file, back, key = tmp_path / "file", tmp_path / "back", "a/run/large"
     file.write_bytes(os.urandom(12 * 2**20))
@@ -86,7 +86,7 @@ def test_objects_are_whole_in_googles_store(googles_faults, tmp_path, monkeypatc
         store.download(key, found, back)
 
 
-def test_large_files_travel_in_pieces_that_are_repeated_by_themselves(bucket, faults, tmp_path, monkeypatch):
+def test_failed_pieces_of_large_files_are_retried_alone(bucket, faults, tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "PIECE_BYTES", 5 * 2**20)  # S3 takes no less
     file, back = tmp_path / "file", tmp_path / "back"
     file.write_bytes(os.urandom(12 * 2**20))
@@ -116,7 +116,7 @@ def test_large_files_travel_in_pieces_that_are_repeated_by_themselves(bucket, fa
 
 
 @pytest.mark.parametrize("refused", [1, 2])
-def test_an_upload_that_the_store_does_not_know_is_made_again(bucket, tmp_path, monkeypatch, refused):
+def test_upload_unknown_to_the_store_is_repeated_once(bucket, tmp_path, monkeypatch, refused):
     """As MinIO answers when the answer to its last request was lost, and that is repeated."""
     monkeypatch.setattr(store_module, "PIECE_BYTES", 5 * 2**20)
     file, answers, put = tmp_path / "file", iter(range(3)), store_module._put_pieces
@@ -136,7 +136,7 @@ def test_an_upload_that_the_store_does_not_know_is_made_again(bucket, tmp_path, 
             bucket.upload(file, "file")
 
 
-def test_an_upload_to_googles_store_goes_on_while_it_is_answered(googles_faults, tmp_path, monkeypatch, bucket_url):
+def test_google_upload_retries_pieces_and_times_out_without_answer(googles_faults, tmp_path, monkeypatch, bucket_url):
     """Piece by piece; a store that does not answer is given up in the time that was said, and nothing is there."""
     monkeypatch.setattr(store_module, "PIECE_BYTES", 5 * 2**20)
     file, store, key = tmp_path / "file", Store("gs", "runs"), "a/run/large file"
@@ -152,7 +152,7 @@ def test_an_upload_to_googles_store_goes_on_while_it_is_answered(googles_faults,
     assert time.monotonic() - started < 4 and not store.below("")
 
 
-def test_folders_that_a_console_made_are_no_files(bucket):
+def test_folder_placeholders_are_not_listed_as_files(bucket):
     for name, data in {"": b"", "a.json": b"{}", "inner/": b"", "inner/deep/b.json": b"{}", "empty": b""}.items():
         boto3.client("s3").put_object(Bucket="runs", Key=f"console/{name}", Body=data)
     assert set(bucket.below("console")) == {"a.json", "inner/deep/b.json", "empty"}
@@ -160,14 +160,14 @@ def test_folders_that_a_console_made_are_no_files(bucket):
     assert folders == ["inner"] and set(objects) == {"a.json", "empty"}
 
 
-def test_a_store_that_lists_no_uploads_is_a_warning(bucket, faults, caplog):
+def test_store_without_upload_listing_gives_a_warning(bucket, faults, caplog):
     """Some that speak as Amazon's have no such request; a run goes on without it."""
     faults.choose = lambda request: "403" if "uploads" in request.url else None
     bucket.abort_uploads("run")
     assert "s3://runs/run: uploads that were begun and not completed stay: " in caplog.text
 
 
-def test_a_put_whose_answer_is_lost_is_our_own(bucket, faults):
+def test_put_with_lost_answer_is_recognised_on_retry(bucket, faults):
     bucket.delete(["a", "b"])
     tag = bucket.put("a", b"1", tag="")
     for data, only in ((b"2", tag), (b"new", "")):
@@ -179,7 +179,7 @@ def test_a_put_whose_answer_is_lost_is_our_own(bucket, faults):
         assert [r.method for r in faults.requests].count("PUT") == 2
 
 
-def test_a_store_that_is_away_for_good(bucket, faults):
+def test_unreachable_store_raises_storage_error(bucket, faults):
     faults.choose = lambda request: "503"
     message = r"s3://runs/a: the store does not answer .*check the network"
     with pytest.raises(StorageError, match=message), within(0.2):
@@ -189,7 +189,7 @@ def test_a_store_that_is_away_for_good(bucket, faults):
         bucket.delete(["a", "b"])  # in threads
 
 
-def test_a_store_that_refuses_is_not_asked_again(bucket, faults):
+def test_refused_request_is_not_retried_and_hides_credentials(bucket, faults):
     faults.choose = lambda request: "403"
     with pytest.raises(StorageError, match="the store refuses .*check credentials, permissions") as error:
         bucket.put("a", b"1")
@@ -197,7 +197,7 @@ def test_a_store_that_refuses_is_not_asked_again(bucket, faults):
     assert "canary-secret" not in str(error.value)
 
 
-def test_credentials_that_expire_are_looked_for_anew(bucket, faults, monkeypatch):
+def test_expired_credentials_are_renewed(bucket, faults, monkeypatch):
     bucket.put("a", b"1")
     used = bucket._clients[PATIENCE_S, False]
     faults.choose = lambda request: "expired" if request.attempt == 1 and request.method == "PUT" else None
@@ -206,7 +206,7 @@ def test_credentials_that_expire_are_looked_for_anew(bucket, faults, monkeypatch
     assert bucket.get("a")[0] == b"2" and bucket._clients[PATIENCE_S, False] is not used
 
 
-def test_a_process_looks_for_credentials_once(bucket, monkeypatch):
+def test_pickled_stores_share_credentials_in_a_process(bucket, monkeypatch):
     """Each read task has a pickle of the store; a machine's role is behind a service that limits requests."""
     bucket.put("a", b"1")
     options, calls = store_module._s3_options, []
@@ -215,7 +215,7 @@ def test_a_process_looks_for_credentials_once(bucket, monkeypatch):
     assert [pickle.loads(sent).get("a")[0] for _ in range(3)] == [b"1"] * 3 and len(calls) == 1
 
 
-def test_a_role_that_does_not_answer_once_is_asked_again(bucket, faults, monkeypatch):
+def test_unsigned_client_retries_credentials_after_refusal(bucket, faults, monkeypatch):
     """The metadata service of a machine, within a second: unsigned clients would be for the life of the process."""
     bucket.put("a", b"1")
     options, first = store_module._s3_options, iter([{"skip_signature": True}])
@@ -239,7 +239,7 @@ class AnotherRegion(Handler):
         self.answer(200, b"1", {"ETag": '"1"', "Last-Modified": "Thu, 26 Nov 2026 00:00:00 GMT", "Content-Length": "1"})
 
 
-def test_a_bucket_in_another_region_is_found(bucket_url, monkeypatch):
+def test_bucket_in_another_region_is_read(bucket_url, monkeypatch):
     monkeypatch.setattr(store_module, "bucket_region", {"far": "eu-west-1"}.get)
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), AnotherRegion)) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
@@ -253,14 +253,14 @@ def test_a_bucket_in_another_region_is_found(bucket_url, monkeypatch):
             assert [data for data, _ in pool.map(store.get, "abc")] == [b"1"] * 3
 
 
-def test_azures_answer_to_a_create_of_what_exists_is_final():
+def test_azure_blob_already_exists_is_not_retried():
     """Amazon's 409 says that another conditional request is under way."""
     text = "Generic error: status code: 409 Conflict, body: <Error><Code>{}</Code></Error>"
     codes = {"BlobAlreadyExists": False, "ConditionalRequestConflict": True}
     assert {code: may_pass(AlreadyExistsError(text.format(code))) for code in codes} == codes
 
 
-def test_options_may_have_either_of_obstores_names():
+def test_s3_options_accept_both_obstore_spellings():
     named = store_module._s3_options({"AWS_ACCESS_KEY_ID": "a", "aws_region": "eu-west-1"})
     assert (named["access_key_id"], named["region"]) == ("a", "eu-west-1")
     assert {"skip_signature", "credential_provider", "aws_region"}.isdisjoint(named)
