@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -127,6 +128,15 @@ def test_rows_statistics_and_processors_are_those_of_lerobots_names(settings):
     assert own.robots[0].rename_map == {}
     assert_same_statistics(plain, own)
     assert own.config.rename_map == json.loads(MAP), "what a resumed run is started with"
+
+
+def test_renamed_cameras_of_a_hub_dataset_are_fetched_by_their_own_names(settings, monkeypatch):
+    fetch = Mock(return_value=(str(settings[1][1]), "c0ffee"))
+    monkeypatch.setattr("vla_finetuning.plan.datasets.fetch_dataset", fetch)
+    flags = ["--dataset.repo_id=a/b", f"--rename_map={MAP}", "--policy.path=p", "--output_dir=o"]
+    _, datasets = find_datasets(parse_args([*flags, "--dataset.camera_keys=observation.images.base_0_rgb"]))
+    assert fetch.call_args.kwargs["camera_keys"] == ["image"]
+    assert datasets.members[0].camera_keys == ["observation.images.base_0_rgb"]
 
 
 def test_names_that_are_well_known_are_proposed(settings):

@@ -229,6 +229,10 @@ def test_the_plan_and_the_report_count_a_strides_time(folder, tmp_path):
     chunk, short, episodes, share = run.rows.padding()
     assert (chunk, short, episodes) == (6, sum(length < 11 for length in lengths), len(lengths))
     assert share == pytest.approx(rows["action_is_pad"].mean())
+    early = replace(run.rows.features, delta_timestamps={"action": [step / 20 for step in range(-2, 3)]})
+    before = replace(run.rows, features=early)  # as of a diffusion policy
+    (rows,) = before.source((0, run.rows.per_epoch)).read_rows(range(run.rows.per_epoch), run.rows.per_epoch)
+    assert before.padding()[::3] == (5, pytest.approx(rows["action_is_pad"].mean()))
     record_run(run.job, run.policy, "", {}, run.rows)
     facts = json.loads((tmp_path / "run.json").read_text())
     assert facts["robots"][""]["actions_per_s"] == 10 and facts["datasets"][0]["fps"] == 20

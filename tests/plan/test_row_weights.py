@@ -4,12 +4,15 @@ import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import httpx
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from lerobot.rewards.sarm.rabc import RABCWeights
 
 from tests.datasets import make_dataset
@@ -62,11 +65,17 @@ def run_of(setting, *flags):
     ],
 )
 def test_the_loss_of_a_batch_is_lerobots(setting, options):
-    run = run_of(setting, *(f"--sample_weighting.{k}={json.dumps(v).strip(chr(34))}" for k, v in options.items()))
+    flags = [f"--sample_weighting.{k}={json.dumps(v).strip(chr(34))}" for k, v in options.items()]
+    run = run_of(setting, *flags)
     given = {k: v for k, v in options.items() if k in ("kappa", "epsilon")} | options.get("extra_params", {})
     theirs = RABCWeights(setting[1] / "sarm_progress.parquet", CHUNK, device=torch.device("cpu"), **given)
     deltas = np.array([theirs._compute_delta(i) for i in range(FRAMES)], np.float32)
     np.testing.assert_array_equal(run.rows.weights, theirs._compute_weights(deltas))
+    mixture = {str(setting[1]): {"fps": 5}}  # half of the dataset's: a chunk spans twice as many frames
+    slower = run_of(setting, f"--dataset.mixture={json.dumps(mixture)}", "--dataset.root=null", *flags)
+    theirs_slower = RABCWeights(setting[1] / "sarm_progress.parquet", 2 * CHUNK, device=torch.device("cpu"), **given)
+    deltas = np.array([theirs_slower._compute_delta(i) for i in range(FRAMES)], np.float32)
+    np.testing.assert_array_equal(slower.rows.weights, theirs_slower._compute_weights(deltas))
     assert len(set(run.rows.weights.tolist())) > 2 and (run.rows.weights == 0).any()
     rng = np.random.default_rng(1)
     for _ in range(20):
@@ -98,6 +107,14 @@ def test_a_weighted_gradient_is_lerobots():
     PI05Loss(policy)({**batch, "row_weight": row_weight}, noise, time).backward()
     found, expected = (p.model.action_out_proj.weight.grad for p in (policy, theirs))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_progress_that_is_not_on_the_hub_names_the_remedy(setting, monkeypatch):
+    absent = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co/x"))
+    download = Mock(side_effect=RemoteEntryNotFoundError("404 Client Error.", response=absent))
+    monkeypatch.setattr("vla_finetuning.plan.row_weights.hf_hub_download", download)
+    with pytest.raises(FileNotFoundError, match="^hf://datasets/a/b/c: no such file; .*compute_rabc_weights"):
+        run_of(setting, "--sample_weighting.progress_path=hf://datasets/a/b/c")
 
 
 def test_nothing_is_weighed_that_was_not_asked_for(setting):

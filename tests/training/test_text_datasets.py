@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.look import look_at_rows
+from vla_finetuning.plan.matching import _read_texts
 from vla_finetuning.plan.resolve import resolve, with_stats
 from vla_finetuning.policies.action_tokens import ActionTokenizer
 from vla_finetuning.policies.attention import Choice
@@ -210,6 +212,24 @@ class _Rows:
 
     def iter_batches(self, **_):
         return iter(self._batches)
+
+
+def test_options_of_actions_are_refused_for_a_dataset_without_them(setting):
+    with pytest.raises(ValueError, match="answers has no actions: leave state, action and fps out of its entry"):
+        resolved(setting, "fps", {**BOTH, "answers": {**RENAMED, "fps": 2}})
+
+
+def test_texts_for_a_new_policy_are_read_without_the_rows_that_are_skipped(setting, tmp_path):
+    root = shutil.copytree(setting[0] / "robot", tmp_path / "robot")
+    meta = load_metadata(root)
+    (path,) = root.glob("data/*/*.parquet")
+    path.rename(path.with_name("other.parquet"))  # an empty folder would be an unmounted drive
+    texts = {}
+    for on_error in ("skip", "stop"):
+        config = parse_args([f"--dataset.root={root}", "--preset=demo", f"--dataset.on_error={on_error}"])
+        with pytest.raises(FileNotFoundError) if on_error == "stop" else nullcontext():
+            texts[on_error] = _read_texts(config, meta, np.arange(3), "subtask")
+    assert texts == {"skip": {""}}
 
 
 def test_episodes_without_actions_are_neither_held_out_nor_idle(setting):

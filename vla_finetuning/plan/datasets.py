@@ -129,6 +129,9 @@ def _sort_actions_first(
     texts = [meta for meta in metas if meta.without_actions]
     if not texts:
         return listed, metas
+    for meta, member in zip(metas, listed, strict=True):
+        if meta.without_actions and (member.orders() or member.fps):
+            raise ValueError(f"dataset {meta.root} has no actions: leave state, action and fps out of its entry")
     label = f"dataset {texts[0].root}: no feature is called action"
     if config.train.text_targets is None:
         named = [key for key in texts[0].features if key not in ("action", *FRAME_FEATURES)]
@@ -177,11 +180,13 @@ def _find_roots(config: Config) -> tuple[Config, list[str]]:
     """Fetch the dataset from the Hub or make the demo's own if needed; return the options and the roots."""
     repo_id = config.dataset.repo_id
     if repo_id:
+        keys = config.dataset.camera_keys
+        own = {name: key for key, name in config.rename_map.items() if not key.startswith("observation.")}
         path, commit = fetch_dataset(
             repo_id,
             config.dataset.revision,
             episodes=of_each(config.dataset.episodes, [repo_id], "--dataset.episodes")[0],
-            camera_keys=config.dataset.camera_keys,
+            camera_keys=None if keys is None else [own.get(key, key) for key in keys],
         )
         return decided(config, {"dataset.revision": commit}), [path]
     if config.preset != "demo" or config.dataset.roots:

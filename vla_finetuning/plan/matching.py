@@ -19,7 +19,8 @@ from lerobot.utils.constants import ACTION, OBS_PREFIX
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.dataset import absent_vector
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, without_features
-from vla_finetuning.data.options import Features, Selection
+from vla_finetuning.data.options import Features, Reading, Selection
+from vla_finetuning.data.rows import row_dtype
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.options.mixture import Member
 from vla_finetuning.options.programs import Config
@@ -245,8 +246,9 @@ def _add_texts(config: Config, datasets: Datasets, matched: Matched) -> Matched:
         has_state = bool(same_robot) and set(row_vectors) == vectors.keys()
         meta = _without_unmatched(without_features(meta, [ACTION]), [*used, *(row_vectors if has_state else ())])
         missing = [key for key in keys if key not in cameras and key not in meta.features]
-        dtypes = {key: feature.dtype for other in metas[:action_count] for key, feature in other.features.items()}
-        meta = replace(meta, features={**meta.features, **{key: absent_vector(key, dtypes[key]) for key in missing}})
+        given = {key: feature for other in metas[:action_count] for key, feature in other.features.items()}
+        absent = {key: absent_vector(key, row_dtype(given[key]).name) for key in missing}
+        meta = replace(meta, features={**meta.features, **absent})
         if has_state:
             _, meta = unify_order([metas[stand_in], meta], [*vectors, ACTION], config.dataset.dimension_map)
         metas.append(meta)
@@ -308,17 +310,21 @@ def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]
     if (column := config.train.text_targets) and tasks:
         longest = max(sorted(tasks), key=lambda task: len(task.split()))
         pairs = zip(datasets.metas, chosen, strict=True)
-        tasks |= {with_text(longest, text) for meta, episodes in pairs for text in _read_texts(meta, episodes, column)}
+        tasks |= {
+            with_text(longest, text) for meta, episodes in pairs for text in _read_texts(config, meta, episodes, column)
+        }
     return PolicyData(features, sorted(tasks), datasets.members[0].fps or datasets.metas[0].fps)
 
 
-def _read_texts(meta: DatasetMetadata, episodes: np.ndarray, column: str) -> set[str]:
+def _read_texts(config: Config, meta: DatasetMetadata, episodes: np.ndarray, column: str) -> set[str]:
     """Return the texts in a column, from the metadata or else from the rows of `episodes`."""
     if (feature := meta.features.get(column)) is None:
         return set()
     texts: Iterable[str | None] = feature.texts.values()
     if not feature.texts:
-        source = LeRobotDatasource([meta], Selection([episodes]), Features(camera_keys=[], columns=[column]))
+        features = Features(camera_keys=[], columns=[column])
+        reading = Reading(on_error=config.dataset.on_error, check_files=False)
+        source = LeRobotDatasource([meta], Selection([episodes]), features, reading=reading)
         rows = source.plan.rows_per_epoch
         (batch,) = source.read_rows(list(range(rows)), rows)
         texts = batch[column]

@@ -89,7 +89,7 @@ def plan_rows(
         identity["robots"] = [robot_names.get(number) for number in range(len(metas))]  # None: without actions
     if matched.window_steps is not None:
         identity["window_steps"] = list(matched.window_steps)
-    weights, digest = row_weights(config, metas, matched.config) or (None, None)
+    weights, digest = row_weights(config, metas, matched.config, (matched.window_steps or (1,))[0]) or (None, None)
     if digest is not None:
         identity["row_weights"] = digest
     positive = None

@@ -8,13 +8,16 @@ standard deviations of the mean. Follows LeRobot 0.6.1 (`RABCWeights`, `update_p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from lerobot.configs.policies import PreTrainedConfig
 
+from vla_finetuning.data.hub import explaining_errors
 from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.parquet_columns import numbers
@@ -32,12 +35,12 @@ EPSILON = 1e-6
 
 
 def row_weights(
-    config: Config, metas: Sequence[DatasetMetadata], policy_config: PreTrainedConfig
+    config: Config, metas: Sequence[DatasetMetadata], policy_config: PreTrainedConfig, step: int
 ) -> tuple[np.ndarray, str] | None:
     """Return each frame's weight before normalisation over its micro-batch, float32 (frames,), and the file's digest.
 
-    None for equal weights. Raises ValueError if the policy's loss is not per row, there are several datasets, or the
-    file is of another form.
+    `step` is the number of frames between two actions of a chunk. None for equal weights. Raises ValueError if the
+    policy's loss is not per row, there are several datasets, or the file is of another form.
     """
     options = config.sample_weighting
     if options.type in (None, "uniform"):
@@ -65,7 +68,7 @@ def row_weights(
     if len(index) and not 0 <= index.min() <= index.max() < frames:
         raise ValueError(f"{path}: frame {index.max()} is not in {metas[0].root}, which has {frames}: of another one?")
     progress = rows[column].cast("float64").to_numpy()
-    weights = rabc_weights(index, episode, progress, frames, policy_config.chunk_size, options)
+    weights = rabc_weights(index, episode, progress, frames, policy_config.chunk_size * step, options)
     return weights, file_digest(path)
 
 
@@ -77,7 +80,8 @@ def _progress_file(config: Config, meta: DatasetMetadata) -> Path:
     if path.startswith(HUB) and path.removeprefix(HUB).count("/") >= 2:
         user, name, file = path.removeprefix(HUB).split("/", 2)
         revision = config.dataset.revision if f"{user}/{name}" == repo_id else None
-        return Path(hf_hub_download(f"{user}/{name}", file, repo_type="dataset", revision=revision))
+        with explaining_errors(f"{user}/{name}", revision, "dataset"), suppress(RemoteEntryNotFoundError):
+            return Path(hf_hub_download(f"{user}/{name}", file, repo_type="dataset", revision=revision))
     if not Path(path).is_file():
         raise FileNotFoundError(
             f"{path}: no such file; --sample_weighting.progress_path names a parquet file of this machine or "
@@ -91,7 +95,7 @@ def rabc_weights(
     episode: np.ndarray,
     progress: np.ndarray,
     frames: int,
-    chunk_size: int,
+    reach: int,
     options: SampleWeightingOptions,
 ) -> np.ndarray:
     """Compute the weights of all frames of a dataset from the progress of N frames.
@@ -99,14 +103,14 @@ def rabc_weights(
     Args:
         index, episode: int64 (N,), frame in the dataset and episode.
         progress: float64 (N,), NaN if unknown.
-        chunk_size: progress is compared with the frame this much later, or with the episode's last one in `index`.
+        reach: progress is compared with the frame this much later, or with the episode's last one in `index`.
     """
     frame_progress, ahead = np.full(frames, np.nan), np.zeros(frames, np.int64)
     frame_progress[index] = progress
     _, inverse = np.unique(episode, return_inverse=True)
     last = np.zeros(len(index), np.int64)
     np.maximum.at(last, inverse, index)
-    ahead[index] = np.minimum(index + chunk_size, last[inverse])
+    ahead[index] = np.minimum(index + reach, last[inverse])
     gained = frame_progress[ahead] - frame_progress
     finite = ~np.isnan(gained)
     mean = max(float(gained[finite].mean()), 0.0) if finite.any() else 0.0

@@ -68,18 +68,17 @@ class Rows:
 
     def padding(self) -> tuple[int, int, int, float]:
         """Return a chunk's steps, the numbers of shorter episodes and of all, and the padding's share of all steps."""
-        chunk = 1 + round(max(self.features.delta_timestamps.get("action", (0.0,))) * self.metas[0].fps)
+        seconds = np.array(self.features.delta_timestamps.get("action", [0.0]))
+        offsets = np.rint(seconds * self.metas[0].fps).astype(np.int64)  # also before the frame, for diffusion
         count = short_episodes = padded_steps = frames = 0
         for number, (meta, episodes) in enumerate(zip(self.metas, self.train_episodes, strict=True)):
             if meta.without_actions:
                 continue
             length, step = meta.episode_length[episodes], self.window_step(number)
-            padded_frames = (chunk - 1) * step  # frames at an episode's end whose chunk is padded
-            extra = np.append(0, np.cumsum(chunk - 1 - np.arange(padded_frames) // step))
-            short_episodes += int((length <= padded_frames).sum())
-            padded_steps += extra[np.minimum(length, padded_frames)].sum()
+            short_episodes += int((length <= np.ptp(offsets) * step).sum())
+            padded_steps += sum(np.minimum(length, abs(offset) * step).sum() for offset in offsets)
             count, frames = count + len(length), frames + length.sum()
-        return chunk, short_episodes, count, padded_steps / (frames * chunk)
+        return len(offsets), short_episodes, count, padded_steps / (frames * len(offsets))
 
     def window_step(self, dataset: int) -> int:
         """Return the frames of a dataset between two actions of a chunk."""
