@@ -46,7 +46,7 @@ from vla_finetuning.run.folder import EVALUATION_NAME
 from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
 from vla_finetuning.training.capacity import describe_memory
 from vla_finetuning.training.export import export, exported_checkpoint
-from vla_finetuning.training.fitting import fit, steps_done, worker_group
+from vla_finetuning.training.fitting import fit, recover, steps_done, worker_group
 from vla_finetuning.training.worker import RayWorker, Worker
 
 # ---- training: one process per GPU --------------------------------------------------------------------------------
@@ -103,6 +103,7 @@ def work(run: GrpoRun) -> int:
     job = run.job
     print_safe("Starting     Ray and the workers")
     cluster.start(job.scaling, cluster.node_needs(job.scaling, [], run.policy.shared_folder), job.output_dir)
+    recover(job)
     if states := run.scene.states:
         write_json(job.output_dir / INITIAL_STATES_NAME, {task: asdict(state) for task, state in states.items()})
     with reported(job, run.policy, describe_grpo(run)):

@@ -317,6 +317,9 @@ def test_what_a_node_has_kept_is_no_use_without_the_others(run, faults, tmp_path
     with pytest.raises(ValueError, match="optimizer.safetensors has changed since it was written"):
         recover_local_checkpoints(training.job, ["a"], here)
     assert latest_checkpoint(run / "checkpoints").name == "step_00000004"
+    training.job.steps = 5
+    with pytest.raises(ValueError, match=f"the state of step {step} in .* steps are done, and the run has 5: ask for"):
+        recover_local_checkpoints(training.job, ["a"], here)
     training.job.start = replace(START, global_batch_size=9)
     with pytest.raises(ValueError, match=f"the state of step {step} in .*: a step has 9 rows"):
         recover_local_checkpoints(training.job, ["a"], here)

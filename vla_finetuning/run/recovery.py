@@ -139,6 +139,8 @@ def _goes_on(local: LocalCheckpoint, job: Job, done: int) -> bool:
         return False
     try:
         check_resumable(progress, job.start)
+        if progress.step > job.steps:
+            raise ValueError(f"{progress.step} steps are done, and the run has {job.steps}: ask for as many at least")
     except ValueError as error:
         raise ValueError(f"the state of step {local.step} in {local.host}:{local.folder}: {error}") from error
     return True

@@ -52,9 +52,16 @@ def on_cluster(run: Run) -> tuple[Run, ExecutionOptions]:
     needs = cluster.node_needs(job.scaling, roots, run.policy.shared_folder, run.gpu_bytes)
     cluster.start(job.scaling, needs, job.output_dir)
     run = with_stats(run)
-    check_run_statistics(job, run.policy)
     data_options = cluster.wait_for_capacity(job.scaling, needs, job.output_dir).execution_options()
+    recover(job)  # first, as a checkpoint fixes the statistics
+    check_run_statistics(job, run.policy)
     return fit_to_rows(run), data_options
+
+
+def recover(job: Job) -> None:
+    """Send the newest checkpoint that nodes could not upload to the run's bucket. Call it before `fit`."""
+    if mirror_of(job.output_dir):
+        recover_local_checkpoints(job, [node["NodeID"] for node in cluster.alive_nodes()], cluster.on_nodes)
 
 
 def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: Any, **data: Any) -> TorchTrainer:
@@ -85,8 +92,6 @@ def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: 
 
 def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_line, *, unit: str = "step") -> bool:
     """Train until the last step, or until a checkpoint after SIGTERM or Ctrl-C. Return whether all steps are done."""
-    if mirror_of(job.output_dir):
-        recover_local_checkpoints(job, [node["NodeID"] for node in cluster.alive_nodes()], cluster.on_nodes)
     push(job.output_dir)
     trained: Future[Any] = Future()
 
