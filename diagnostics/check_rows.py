@@ -106,12 +106,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the check's result and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir")
-    folder = as_path(parser.parse_args(argv).output_dir).absolute()
+    parser.add_argument("--policy.trust_remote_code", choices=("true", "false"), default="false", dest="trusted")
+    options = parser.parse_args(argv)
+    folder = as_path(options.output_dir).absolute()
     try:
-        pull(folder)
         if not contents(folder / ROWS_NAME):
             raise ValueError(f"{address(folder)}: no run with {ROWS_NAME}/ is there, which --run.record_rows records")
-        run = resolve(parse_args([f"--output_dir={address(folder)}", "--resume"]), gpus_found=0)
+        pull(folder)
+        flags = [f"--output_dir={address(folder)}", "--resume", f"--policy.trust_remote_code={options.trusted}"]
+        run = resolve(parse_args(flags), gpus_found=0)
         epochs = check_rows(run)
     except (ValueError, OSError) as error:
         print_safe_error(error)

@@ -9,6 +9,7 @@ adapter_model.safetensors. adapter_config.json names the base unless --base does
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from vla_finetuning.files import read_foreign_json, write_json
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.options.policy import ROBOT_NAME
+from vla_finetuning.policies.action_tokens import ACTION_TOKENIZER_FOLDER
 from vla_finetuning.policies.loading import check_header, fetch_pretrained, load_policy, load_policy_config
 from vla_finetuning.policies.pipelines import load_processors
 from vla_finetuning.policies.saving import save_pretrained
@@ -55,6 +57,8 @@ def merge_adapter(adapter: Path, output: Path, base: str | None = None) -> None:
     for name in (ROBOT_NAME, ENVIRONMENT_NAME):  # the base may have these files too, with other content
         if (adapter / name).is_file():
             write_json(output / name, read_foreign_json(adapter / name))
+    if (adapter / ACTION_TOKENIZER_FOLDER).is_dir():
+        shutil.copytree(adapter / ACTION_TOKENIZER_FOLDER, output / ACTION_TOKENIZER_FOLDER)
     print_safe(f"Policy       {output}: {adapter} merged into {source}")
 
 

@@ -234,7 +234,7 @@ def test_check_rows_proves_that_rows_came_as_often_as_chosen(setting, recorded, 
     # And two that are not among those chosen: one idles, and the other's episode weighs nothing.
     lines[0]["rows"][:2] = [[0, 8], [0, 50]]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert check_rows.main([str(run.job.output_dir)]) == 1
+    assert check_rows.main([str(run.job.output_dir), "--policy.trust_remote_code=true"]) == 1
     assert "2 not among those chosen" in capsys.readouterr().out
     assert check_rows.main([str(run.job.output_dir / "none")]) == 2
     assert "none: no run with rows/ is there" in capsys.readouterr().err

@@ -133,6 +133,8 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
     base, merged = (load_file(path / "model.safetensors") for path in folders)
     assert base.keys() == merged.keys()
     tool = run.job.output_dir / "merged"
+    (run.job.output_dir / "adapter" / "action_tokenizer").mkdir()  # as of a run with knowledge insulation
+    (run.job.output_dir / "adapter" / "action_tokenizer" / "tokenizer.json").write_text("{}")
     assert merge_adapter.main([str(run.job.output_dir / "adapter"), str(tool)]) == 0
     assert merge_adapter.main([str(run.job.output_dir / "adapter"), str(tool)]) == 2  # it is there already
     by_tool = load_file(tool / "model.safetensors")
@@ -140,6 +142,7 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
     for name, value in merged.items():
         torch.testing.assert_close(by_tool[name], value, rtol=1e-5, atol=1e-6, msg=name)
     assert json.loads((tool / "config.json").read_text())["use_peft"] is False
+    assert (tool / "action_tokenizer" / "tokenizer.json").read_text() == "{}"
     for name in ("robot.json", "environment.json"):  # the instructions' beginning, how pictures were drawn
         assert (tool / name).read_text() == (run.job.output_dir / "pretrained_model" / name).read_text()
     assert json.loads((tool / "environment.json").read_text()) == {"drawn": {"render": "egl"}}
