@@ -127,7 +127,7 @@ def callbacks_for(run: Run, state: TrainState) -> list[Callback]:
         attach.NonfiniteSteps(),
         *([attach.SuccessInLoop()] if config.env_type is not None else []),
         *([HeldOut()] if config.eval_steps else []),
-        *([attach.SkippedRows()] if config.dataset.on_error == "skip" else []),
+        *([attach.SkippedRows(state)] if config.dataset.on_error == "skip" else []),
         attach.Checkpoints(config),
         *([attach.Compile()] if train.compile else []),
         attach.CollectGarbage(),

@@ -15,7 +15,15 @@ from vla_finetuning.options.programs import PRESETS, Config, GrpoConfig, ValueCo
 from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.checkpoint import Progress, commit, write_pieces
-from vla_finetuning.run.folder import changed_options, check_folder, checkpoint_to_resume, claim_folder, resumption
+from vla_finetuning.run.folder import (
+    changed_options,
+    check_folder,
+    checkpoint_to_resume,
+    claim_folder,
+    own_folder,
+    prepare_folder,
+    resumption,
+)
 
 
 def test_what_a_resumed_run_is_given_anew_is_told(tmp_path):
@@ -27,6 +35,33 @@ def test_what_a_resumed_run_is_given_anew_is_told(tmp_path):
     assert changed_options(resumed) == [f"lr was 0.001, is 0.0005; {follows}", "scaling.num_workers was 2, is 4"]
     assert changed_options(replace(started, resume=True)) == []
     assert changed_options(replace(resumed, resume=False)) == []
+
+
+def test_a_resumed_run_keeps_what_its_checkpoints_are_ranked_and_normalised_by(tmp_path):
+    start_attempt(tmp_path, 0, 1)
+    checkpoint(tmp_path, 20)
+    started = Config(output_dir=str(tmp_path), keep_best=1)
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(started.to_json()))
+    resumed = replace(started, resume=True)
+    for changed, message in (
+        (replace(resumed, max_eval_samples=5), "--max_eval_samples was 0, is 5: the best checkpoint .* --keep_best 0"),
+        (replace(resumed, dataset=DatasetOptions(statistics="exact")), "a run keeps its statistics"),
+    ):
+        with pytest.raises(ValueError, match=message), own_folder(changed, START, 100, 0):
+            pass
+    with own_folder(replace(resumed, max_eval_samples=5, keep_best=0), START, 100, 0):
+        pass
+
+
+def test_a_run_in_a_bucket_keeps_its_statistics_before_its_first_checkpoint(bucket_url):
+    """A node may have one that did not reach the bucket."""
+    started = Config(output_dir=bucket_url)
+    with own_folder(started, START, 100, 0):
+        prepare_folder(started)
+        start_attempt(started.folder, 0, 1)
+    changed = replace(started, resume=True, dataset=DatasetOptions(statistics="exact"))
+    with pytest.raises(ValueError, match="a run keeps its statistics"), own_folder(changed, START, 100, 0):
+        pass
 
 
 @pytest.mark.parametrize("lacking", ["rename", "replace"])

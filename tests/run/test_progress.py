@@ -15,7 +15,7 @@ from vla_finetuning.files import append_line
 from vla_finetuning.run import progress
 from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.folder import attempts
-from vla_finetuning.run.progress import check_skipped, follow_progress, keep_metrics
+from vla_finetuning.run.progress import check_skipped, follow_progress, keep_metrics, keep_skipped
 from vla_finetuning.training.callbacks import MetricsLines, RowLog, SuccessInLoop
 from vla_finetuning.training.worker import RayWorker, Worker
 
@@ -116,9 +116,16 @@ def test_a_run_that_may_skip_is_ended_by_what_was_skipped(tmp_path):
     run = in_process.resolved(in_process.make_setting(tmp_path), log_freq=1, **{"dataset.on_error": "skip"})
     run.job.output_dir.mkdir()
     line = {"root": "/data/arm", "episode_index": 7, "positions": [5], "error": "it is truncated"}
-    (run.job.output_dir / "skipped.jsonl").write_text(json.dumps(line) + "\n")
+    log = run.job.output_dir / "skipped.jsonl"
+    log.write_text(json.dumps(line) + "\n")
+    in_process.train(run)  # the line is of rows that this attempt reads again
+    assert log.read_text() == ""
+    shard = in_process.Shard(run, before_batch=lambda: log.write_text(json.dumps(line) + "\n"))
     with pytest.raises(ValueError, match="1 of the first 8 rows "):  # steps of 4 rows: not after the first
-        in_process.train(run)
+        in_process.train(run, shard)
+    log.write_text("".join(json.dumps({**line, "positions": rows}) + "\n" for rows in ([3, 5], [6])))
+    keep_skipped(run.job.output_dir, 4)
+    assert [json.loads(text)["positions"] for text in log.read_text().splitlines()] == [[3]]
 
 
 def test_a_node_that_has_just_died_ends_no_training_by_a_statistic(monkeypatch):

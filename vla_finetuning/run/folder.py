@@ -91,6 +91,8 @@ NORMALISATION = ("dataset.statistics", "dataset.mixture_stats", "dataset.use_ima
 PROBE = ".storage-"
 # Options that choose the episodes that checkpoints play.
 EVALUATION_OPTIONS = ("env_type", "env_options", "eval.n_episodes")
+# Options that change what the loss of a checkpoint is computed from.
+MEASURED = ("max_eval_samples", "train.noise_draws", "train.flow_weight", "train.mask_padding", "ema.enable")
 RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
@@ -192,17 +194,26 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
     or the disk is too small. Raises ValueError if the newest checkpoint belongs to another run, or to other statistics,
     or has more steps, or no checkpoint is usable.
     """
+    folder = config.folder
     with claim_folder(config):
         _check_state(config, start, steps, disk_bytes)
         if not config.lease:
             print_safe("Lease        none (--lease=false): two processes with this --output_dir would destroy the run")
+        # Nodes may have checkpoints that did not reach the bucket.
+        is_trained = attempts(folder) if mirror_of(folder) else latest_checkpoint(folder / CHECKPOINTS_NAME)
+        is_ranked = is_trained and getattr(config, "best_kept", 0)
         for changed in changed_options(config):
-            if changed.startswith(NORMALISATION) and latest_checkpoint(config.folder / CHECKPOINTS_NAME) is not None:
+            if is_trained and changed.startswith(NORMALISATION):
                 raise ValueError(f"--{changed}: a run keeps its statistics; give what it was, or another --output_dir")
             if changed.startswith(EVALUATION_OPTIONS) and evaluations(config.folder):
                 raise ValueError(
                     f"{changed}: {EVALUATIONS_NAME} has the success of checkpoints as it was; give what it was, or "
                     f"remove {EVALUATIONS_NAME}, and the checkpoints that are left play again"
+                )
+            if is_ranked and changed.startswith(MEASURED):
+                raise ValueError(
+                    f"--{changed}: the best checkpoint has the lowest loss, and losses before and after the change do "
+                    "not compare; give what it was, or --keep_best 0 and --export last"
                 )
             print_safe(f"Changed      {changed}")
         yield
@@ -380,12 +391,16 @@ def _contents(folder: Path) -> list[str]:
 
 def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of `skipped.jsonl`, oldest first."""
+    return [line for path in files_of_processes(output_dir / SKIPPED_NAME) for line in skipped_in(path)]
+
+
+def skipped_in(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of one process's `skipped.jsonl`."""
     episodes = []
-    for path in files_of_processes(output_dir / SKIPPED_NAME):
-        for line in read_lines(path):
-            # A network drive may mix lines that are written at the same time: skip them.
-            with contextlib.suppress(json.JSONDecodeError):
-                episodes.append(json.loads(line))
+    for line in read_lines(path):
+        # A network drive may mix lines that are written at the same time: skip them.
+        with contextlib.suppress(json.JSONDecodeError):
+            episodes.append(json.loads(line))
     return episodes
 
 

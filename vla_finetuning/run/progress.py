@@ -22,6 +22,7 @@ from vla_finetuning.run.folder import (
     SKIPPED_NAME,
     attempts,
     skipped_episodes,
+    skipped_in,
 )
 from vla_finetuning.run.polling import polling
 from vla_finetuning.terminal import LogFormatter, print_safe
@@ -54,6 +55,16 @@ def keep_metrics(output_dir: Path, resumed_step: int) -> Path:
     return path
 
 
+def keep_skipped(output_dir: Path, rows: int) -> None:
+    """Remove void positions of `skipped.jsonl`, from `rows` on, which an attempt reads again."""
+    for path in files_of_processes(output_dir / SKIPPED_NAME):
+        valid = []
+        for line in skipped_in(path):
+            if positions := [position for position in line.get("positions", ()) if position < rows]:
+                valid.append(json.dumps({**line, "positions": positions}))
+        write_whole(path, "".join(line + "\n" for line in valid))
+
+
 def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield the valid lines of all ranks, without steps that a later attempt has trained again."""
     resumed_from = [line["resumed_from_step"] for line in attempts(output_dir)]
@@ -81,8 +92,8 @@ def check_skipped(output_dir: Path, share: float, rows: int, rows_per_epoch: int
         f"dataset {', '.join(sorted({line['root'] for line in skipped.values()}))}: {len(skipped)} of the first {rows} "
         f"rows could not be read and were skipped, which is more than --dataset.max_skipped={share:g} of them or of an "
         f"epoch's {rows_per_epoch}; the first was of episode {first['episode_index']}: {first['error']}. "
-        f"{address(output_dir / SKIPPED_NAME)} lists them all: repair or copy them again, or leave their episodes out "
-        "(--dataset.episodes) in a new run; a higher --dataset.max_skipped lets this one go on with --resume"
+        f"{address(output_dir / SKIPPED_NAME)} lists them all: repair or copy them again, or give a higher "
+        "--dataset.max_skipped, and --resume; or leave their episodes out (--dataset.exclude_episodes) in a new run"
     )
 
 

@@ -27,7 +27,7 @@ from vla_finetuning.policies.family import MEAN_COUNT
 from vla_finetuning.policies.flow import time_without_given
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.folder import METRICS_NAME, ROWS_NAME, STOP_NAME, evaluations, prune_checkpoints
-from vla_finetuning.run.progress import check_skipped, keep_metrics, success_of
+from vla_finetuning.run.progress import check_skipped, keep_metrics, keep_skipped, success_of
 from vla_finetuning.training.parallel import free_gathered
 from vla_finetuning.training.state import Callback, LoopState, TrainState, noise_for
 
@@ -170,6 +170,10 @@ class NonfiniteSteps(Callback):
 
 class SkippedRows(Callback):
     """End a run that skips more rows than --dataset.max_skipped (--dataset.on_error skip)."""
+
+    def __init__(self, state: TrainState):
+        if state.worker.rank == 0:
+            keep_skipped(state.run.job.output_dir, state.rows)
 
     def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
         if state.worker.rank == 0:
