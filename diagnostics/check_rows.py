@@ -106,22 +106,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the check's result and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir")
-    parser.add_argument("--policy.trust_remote_code", choices=("true", "false"), default="false", dest="trusted")
-    options = parser.parse_args(argv)
+    options, flags = parser.parse_known_args(argv)  # flags of a start, as --policy.trust_remote_code
     folder = as_path(options.output_dir).absolute()
     try:
         if not contents(folder / ROWS_NAME):
             raise ValueError(f"{address(folder)}: no run with {ROWS_NAME}/ is there, which --run.record_rows records")
         pull(folder)
-        flags = [f"--output_dir={address(folder)}", "--resume", f"--policy.trust_remote_code={options.trusted}"]
-        run = resolve(parse_args(flags), gpus_found=0)
+        run = resolve(parse_args([f"--output_dir={address(folder)}", "--resume", *flags]), gpus_found=0)
         epochs = check_rows(run)
     except (ValueError, OSError) as error:
         print_safe_error(error)
         return 2
     resumed = [line["resumed_from_step"] for line in attempts(folder)]
-    print_safe(f"{address(folder)}: {len(resumed)} starts, resumed from steps {resumed}")
-    print_safe(*map(str, epochs))
+    print_safe(f"{address(folder)}: {len(resumed)} starts, resumed from steps {resumed}", *map(str, epochs))
     return 0 if all(epoch.ok for epoch in epochs) else 1
 
 
