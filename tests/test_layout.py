@@ -109,11 +109,11 @@ def circles(root):
     return sorted(module for module, targets in reachable(graph).items() if module in targets)
 
 
-def test_imports_run_one_way():
+def test_imports_follow_the_layer_table():
     assert not list(offending(ROOT))
 
 
-def test_no_circles():
+def test_no_circular_imports():
     assert not circles(ROOT)
 
 
@@ -125,7 +125,7 @@ def test_no_circles():
         ("plan.planted", "training.worker", "if TYPE_CHECKING:\n    import {}"),
     ],
 )
-def test_a_planted_upward_import_is_named(tmp_path, module, upward, how):
+def test_planted_upward_import_is_reported(tmp_path, module, upward, how):
     path, other = (tmp_path / PACKAGE / f"{name.replace('.', '/')}.py" for name in (module, upward))
     for file in (path, other):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def test_a_planted_upward_import_is_named(tmp_path, module, upward, how):
     assert f"{PACKAGE}.{module.partition('.')[0]} must not know {PACKAGE}.{upward}" in found and path.name in found
 
 
-def test_a_planted_circle_is_found(tmp_path):
+def test_planted_import_cycle_is_reported(tmp_path):
     folder = tmp_path / PACKAGE / "data"
     folder.mkdir(parents=True)
     for name, other in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
@@ -172,12 +172,12 @@ def naming_policies(root):
                 yield f"{path.relative_to(root)}:{node.lineno}"
 
 
-def test_a_policy_is_named_in_policies_alone():
+def test_policy_types_are_named_in_policies_only():
     """A new family is a file there and a line of its registry."""
     assert not list(naming_policies(ROOT))
 
 
-def test_planted_names_of_policies_are_found(tmp_path):
+def test_planted_policy_names_are_reported(tmp_path):
     lines = [
         "action = 'acting'",
         "from lerobot.policies.act.configuration_act import ACTConfig",
@@ -199,7 +199,7 @@ def test_planted_names_of_policies_are_found(tmp_path):
 # ---- the data wing alone --------------------------------------------------------------------------------------------
 
 
-def test_reading_a_dataset_loads_nothing_of_training():
+def test_datasource_imports_no_training_packages():
     code = (
         "import sys; from lerobot_datasource import read_lerobot; "
         "print(*sorted({'.'.join(m.split('.')[:2]) for m in sys.modules}))"
@@ -210,7 +210,7 @@ def test_reading_a_dataset_loads_nothing_of_training():
     assert not loaded & {"torch", "lerobot", "transformers", "datasets", "matplotlib"}
 
 
-def test_what_reading_needs_is_what_is_installed_with_it():
+def test_project_dependencies_match_imports_of_the_datasource():
     """The packages that the data wing imports, in the versions that are locked."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installed = {canonicalize_name(r.name): str(r.specifier) for r in map(Requirement, project["dependencies"])}

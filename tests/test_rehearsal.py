@@ -38,7 +38,7 @@ REAL = Path(__file__).resolve().parents[2] / "shared/real/g1_inspire_v21"
         ([], 31_000, 900),
     ],
 )
-def test_a_rehearsal_is_as_long_as_its_dataset_asks_for(argv, frames, steps):
+def test_demo_steps_follow_the_dataset_size(argv, frames, steps):
     config = parse_args(["--preset", "demo", *argv])
     assert (config.resolve_steps(frames), config.steps or steps) == (steps, steps)
 
@@ -77,7 +77,7 @@ def proposed_by(refusal):
     return shlex.split(re.search(r"(--rename_map .*) gives them LeRobot's names", refusal)[1])
 
 
-def test_a_rehearsal_takes_the_names_that_its_error_proposes_and_trains(cache, tmp_path):
+def test_demo_trains_with_the_rename_map_its_error_proposes(cache, tmp_path):
     root = dataset_of(tmp_path / "own")
     with pytest.raises(ValueError, match="no feature is called action or observation") as refused:
         rehearse(tmp_path, f"--dataset.root={root}")
@@ -93,7 +93,7 @@ def test_a_rehearsal_takes_the_names_that_its_error_proposes_and_trains(cache, t
     assert len(lines) == 2 and np.isfinite([line["loss"] for line in lines]).all()
 
 
-def test_a_rehearsal_joins_the_state_and_names_cameras_as_it_is_told(cache, tmp_path):
+def test_demo_joins_state_features_and_renames_cameras(cache, tmp_path):
     """Cameras of LeRobot's names, too, get the policy's; no map back is asked for."""
     root = split_state(dataset_of(tmp_path / "own", {"action": "actions"}), DROID)
     names = json.dumps({"actions": "action", TOP: "observation.images.base_0_rgb"})
@@ -104,7 +104,7 @@ def test_a_rehearsal_joins_the_state_and_names_cameras_as_it_is_told(cache, tmp_
     assert set(run.rows.camera_keys) < set(inputs_of(run))
 
 
-def test_a_rehearsal_sees_the_cameras_and_instructions_that_were_chosen(cache, tmp_path):
+def test_demo_policy_has_selected_cameras_and_instructions_only(cache, tmp_path):
     root = dataset_of(tmp_path / "own", {}, cameras={TOP: (48, 64), WRIST: (32, 32)}, tasks=TASKS)
     everything = rehearse(tmp_path, f"--dataset.root={root}")
     assert set(inputs_of(everything)) == {TOP, WRIST, "observation.state"} and "weight" in words_of(everything)
@@ -120,7 +120,7 @@ def test_a_rehearsal_sees_the_cameras_and_instructions_that_were_chosen(cache, t
     assert "weight" not in words_of(weighted)
 
 
-def test_a_rehearsal_on_several_datasets_names_them_as_the_run_does(cache, tmp_path):
+def test_demo_on_several_datasets_uses_the_runs_names(cache, tmp_path):
     """The second has other names, another instruction, and a camera that the first lacks."""
     first = dataset_of(tmp_path / "first", {}, tasks=TASKS[:1], cameras={TOP: (48, 64)})
     names = {TOP: "image", "action": "actions"}
@@ -135,7 +135,7 @@ def test_a_rehearsal_on_several_datasets_names_them_as_the_run_does(cache, tmp_p
     assert set(inputs_of(run)) == {TOP, "observation.state"} and {"red", "blue"} <= words_of(run)
 
 
-def test_a_rehearsal_with_advantages_has_their_words(cache, tmp_path):
+def test_demo_vocabulary_includes_advantage_labels(cache, tmp_path):
     root = dataset_of(tmp_path / "own", {})
     plain = policy_path_of(tmp_path, root)
     labelled = policy_path_of(tmp_path, root, "--recap.labels=labels.parquet")
@@ -152,7 +152,7 @@ def policy_path_of(folder, root, *flags):
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(1800)
-def test_the_readmes_section_on_ones_own_data_with_names_of_ones_own(tmp_path, capsys, no_ray_cluster, monkeypatch):
+def test_readme_commands_for_own_data_with_other_feature_names(tmp_path, capsys, no_ray_cluster, monkeypatch):
     """A look, the command without names, the flags that its error proposes, and a rehearsal with those to its end."""
     monkeypatch.setattr("vla_finetuning.plan.demo.DEMO_CACHE", tmp_path / "cache")
     root, folder = dataset_of(tmp_path / "my_robot", episodes=(20, 25, 22, 21, 24, 23)), tmp_path / "rehearsal"
@@ -172,7 +172,7 @@ def test_the_readmes_section_on_ones_own_data_with_names_of_ones_own(tmp_path, c
 @pytest.mark.ray
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not REAL.exists(), reason="shared/real is not there")
-def test_a_rehearsal_on_a_real_robots_episodes(tmp_path, capsys, no_ray_cluster):
+def test_demo_on_a_real_robots_episodes(tmp_path, capsys, no_ray_cluster):
     """A Unitree G1's, v2.1, 26 joints: better than the mean action on the held-out episode, and loaded by LeRobot."""
     assert show_dataset.main([str(REAL), "--output", str(tmp_path / "dataset.html")]) == 0
     folder = tmp_path / "run"
