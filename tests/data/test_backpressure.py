@@ -18,7 +18,7 @@ TOP = "observation.images.top"
 
 @pytest.fixture(scope="module")
 def small_cluster():
-    """A Ray cluster of its own, whose object store holds less than half of what is read."""
+    """A Ray cluster whose object store fits less than half of the rows."""
     clusters.start(num_cpus=2, object_store_memory=STORE_BYTES)
     yield
     clusters.stop()

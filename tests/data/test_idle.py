@@ -12,7 +12,7 @@ FPS = 10
 
 
 def by_definition(values, moves):
-    """Of every window in which all stays within STILL, all frames but the last; and the episode's last."""
+    """Mark all frames but the last of every window that stays within STILL, and the episode's last frame."""
     idle = np.zeros(len(values), bool)
     for first in range(len(values) - moves):
         window = values[first : first + moves + 1]
@@ -46,7 +46,7 @@ def test_slow_drift_is_movement_and_constant_dimension_is_ignored():
 
 
 def test_idle_frames_equal_openpis_droid_filter():
-    """Where values stay the same to the bit: its runs of 7 frames and more, each of them one frame earlier."""
+    """For bitwise equal values: its runs of at least 7 frames, shifted by one frame."""
     rng = np.random.default_rng(0)
     velocity = np.repeat(rng.normal(size=(60, 8)), rng.integers(1, 14, 60), axis=0)
     same = np.concatenate([[False] * 2, (np.abs(np.diff(velocity, axis=0)) < 1e-3).all(axis=1), [False]])
@@ -56,14 +56,13 @@ def test_idle_frames_equal_openpis_droid_filter():
         if last - first >= 7:
             theirs[first:last] = True
     ours = idle_frames([velocity], [np.ptp(velocity, axis=0)], moves=int(0.4 * 15) + 1)
-    ends_still = theirs[-1]
     assert 100 < theirs.sum() < 0.8 * len(velocity)
-    assert ours[:-1].tolist() == theirs[1:].tolist() and ours[-1] == ends_still
+    assert ours.tolist() == [*theirs[1:], theirs[-1]]
 
 
 @pytest.fixture(scope="module")
 def meta(tmp_path_factory):
-    """In the first episode frames 5 to 15 are alike; the second ends in 8 that are; the last never moves."""
+    """In the first episode frames 5 to 15 are equal; the second ends in 8 equal frames; the last never moves."""
     root = make_dataset(tmp_path_factory.mktemp("idle") / "dataset", episodes=(30, 20, 25, 12), cameras={}, fps=FPS)
 
     def hold(values, episode, frame):
@@ -89,24 +88,25 @@ def meta(tmp_path_factory):
 def test_moving_runs_by_idle_seconds(meta, seconds, runs):
     assert movement_keys(meta) == ["observation.state", "action"]
     assert moving_runs(meta, np.arange(4), movement_keys(meta), seconds).tolist() == runs
-    assert moving_runs(meta, np.array([1, 3]), movement_keys(meta), seconds).tolist() == [
-        run for run in runs if run[0] in (1, 3)
-    ]
+    expected = [run for run in runs if run[0] in (1, 3)]
+    assert moving_runs(meta, np.array([1, 3]), movement_keys(meta), seconds).tolist() == expected
 
 
 def test_frame_ranges_apply_dropped_frames_and_weights(meta):
     keys, weight = movement_keys(meta), np.array([0.5, 1, 2, 1])
-    left = frame_ranges_of(meta, np.arange(4), dropped=15, keys=keys, skip_idle=0.6, weight=weight)
-    assert np.stack([left.episode, left.first, left.frames]).tolist() == [[0, 1, 2], [0, 0, 0], [5, 5, 10]]
-    assert left.weight.tolist() == [0.5, 1, 2] and left.rows == 27.5 and left.episodes.tolist() == [0, 1, 2]
-    left = frame_ranges_of(meta, np.arange(4), weight=np.array([0, 1, 0, 3.0]))
-    assert left.episode.tolist() == [1, 3] and left.frames.tolist() == [20, 12]
+    ranges = frame_ranges_of(meta, np.arange(4), dropped=15, keys=keys, skip_idle=0.6, weight=weight)
+    assert np.stack([ranges.episode, ranges.first, ranges.frames]).tolist() == [[0, 1, 2], [0, 0, 0], [5, 5, 10]]
+    assert ranges.weight.tolist() == [0.5, 1, 2] and ranges.rows == 27.5 and ranges.episodes.tolist() == [0, 1, 2]
+    ranges = frame_ranges_of(meta, np.arange(4), weight=np.array([0, 1, 0, 3.0]))
+    assert ranges.episode.tolist() == [1, 3] and ranges.frames.tolist() == [20, 12]
 
 
 def test_frame_table_totals(meta):
     everything = np.arange(4)
-    left = frame_ranges_of(meta, everything, keys=movement_keys(meta), skip_idle=0.6, weight=np.array([1, 0.5, 2, 1.0]))
-    heading, *lines = table(meta, everything, left)
+    ranges = frame_ranges_of(
+        meta, everything, keys=movement_keys(meta), skip_idle=0.6, weight=np.array([1, 0.5, 2, 1.0])
+    )
+    heading, *lines = table(meta, everything, ranges)
     assert heading.split() == ["episodes", "frames", "left", "out", "in", "an", "epoch", "task"]
     assert [line.split(maxsplit=7) for line in lines] == [
         ["4", "87", "30", "(", "34.5%)", "76", "(", "0.87x)  all"],

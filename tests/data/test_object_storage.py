@@ -205,7 +205,7 @@ def test_window_requests_are_concurrent(bucket, proxied, node_dir):
 
 
 def test_parquet_column_requests_are_concurrent(bucket, proxied):
-    """Of two row groups; the bytes between the columns are not fetched."""
+    """Also of two row groups; the bytes between the columns are not fetched."""
     rows = np.random.default_rng(0).integers(0, 2**62, (3, 400_000))
     table, file = pa.table(dict(zip("abc", rows, strict=True))), io.BytesIO()
     pq.write_table(table, file, row_group_size=200_000, use_dictionary=False, compression="none")

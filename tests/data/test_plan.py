@@ -124,7 +124,7 @@ def test_epoch_parts_sample_every_episode(monkeypatch):
     ],
 )
 def test_large_datasets_are_planned_within_time_and_memory(tmp_path, sizes, stages, cpu_s, mb):
-    """Of 100 000 episodes the shortest segments are cut, 15 million in an epoch."""
+    """100 000 episodes are cut into the shortest segments, 15 million in an epoch."""
     for number, size in enumerate(sizes):
         make(tmp_path / f"dataset-{number:02d}", size, number)
     for stage in stages:

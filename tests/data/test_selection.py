@@ -12,13 +12,13 @@ from vla_finetuning.data.selection import choose_episodes, of_each, read_choice
 
 @pytest.fixture(scope="module")
 def meta(tmp_path_factory):
-    """Six episodes, whose tasks are in turn to pick, to place and to pick."""
+    """Six episodes of three tasks in turn."""
     tasks = ("Pick the cube", "place the cube", "pick the ball")
     return load_metadata(make_dataset(tmp_path_factory.mktemp("selection") / "dataset", tasks=tasks))
 
 
 @pytest.mark.parametrize(
-    ("episodes", "exclude", "tasks", "left"),
+    ("episodes", "exclude", "tasks", "expected"),
     [
         (None, None, None, [0, 1, 2, 3, 4, 5]),
         ([5, 1, 2], [2], None, [1, 5]),
@@ -27,11 +27,11 @@ def meta(tmp_path_factory):
         ([0, 1, 2], [4], ["PICK THE [bc]*"], [0, 2]),
     ],
 )
-def test_episode_selection(meta, episodes, exclude, tasks, left):
+def test_episode_selection(meta, episodes, exclude, tasks, expected):
     chosen, notes = choose_episodes(meta, episodes, exclude, tasks)
-    assert chosen.tolist() == left and chosen.dtype == "int64"
+    assert chosen.tolist() == expected and chosen.dtype == "int64"
     assert len(notes) == bool(exclude or tasks)
-    assert all(f"{len(left)} of 6 episodes are used" in note for note in notes)
+    assert all(f"{len(expected)} of 6 episodes are used" in note for note in notes)
     assert tasks != ["*cube", "*ball"] or "(episodes by pattern: '*cube' 4, '*ball' 2)" in notes[0]
 
 

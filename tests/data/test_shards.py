@@ -114,7 +114,7 @@ def test_node_reads_one_slice_per_window(block):
             rows_read += [(s.epoch, 0, int(i)) for s in windows for i in s.rows()[1]]
             slices += len(windows)
         assert rows_read == [row for a, b in runs for row in rows[a:b]]
-        # 10 windows, and what is left at the ends of three epochs; else one for every turn, or more.
+        # 10 windows, and the ends of three epochs; else one for every turn, or more.
         assert slices < 30 if block <= 12 else slices > 80
 
 
