@@ -146,6 +146,7 @@ def test_tilde_in_output_dir_is_expanded_on_resume(tmp_path, monkeypatch):
         ([*DATA, "--dataset.max_skipped=0.1"], "max_skipped=0.1 does nothing without --dataset.on_error=skip"),
         ([*DATA, "--dataset.image_transforms.random_order"], "does nothing without --dataset.image_transforms.enable"),
         ([*DATA, "--config_path=/none.json"], "^/none.json: cannot be read as JSON .*; give a run's config.json"),
+        ([*DATA, "--policy.private=true"], "--policy.private=true: which repository[?] give --policy.repo_id"),
         ([*DATA, "--keep_best=1,success"], "--keep_best=N,success: in which environment"),
         ([*DATA, "--env.type=pusht", "--keep_best=1,success", "--export=best"], "leave one of them out"),
         ([*LOSSES, "--keep_best=1,loss"], "--save_freq that is a multiple of --eval_steps"),
@@ -485,3 +486,12 @@ def test_grpo_evaluate_and_record_flags_are_parsed():
     assert (evaluation.policy_options, evaluation.use_gpu) == (["--n_action_steps=5"], True)
     recording = parse_record([*RECORD, "--episodes=3"])
     assert (recording.env_options, recording.episodes) == (["--task=reach-v3"], 3)
+
+
+def test_plan_names_the_seconds_between_checkpoints_and_the_transforms_that_are_given():
+    transforms = '{"dark": {"type": "ColorJitter", "kwargs": {"brightness": [0.5, 0.5]}}}'
+    flags = ["--dataset.image_transforms.enable=true", f"--dataset.image_transforms.tfs={transforms}"]
+    config = parse_args([*DATA, "--save_every_s=600", *flags])
+    assert "every 1000 steps, after 600 s, and at the end" in config.describe_checkpoints("/o")[0]
+    (line,) = config.train.describe_augmentation(config.dataset.image_transforms, [])
+    assert "by 1 of the transforms dark;" in line

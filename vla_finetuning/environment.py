@@ -16,12 +16,13 @@ CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
 # Timeout of the first request to an object store: no answer at all is more often a wrong name than an outage.
 FIRST_ANSWER_TIMEOUT_S = 15.0
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "vla-fine-tuning"
-FRAMES_DIR = os.environ.get("VLA_FRAMES_DIR") or str(_CACHE / "frames")
+# Absolute, because read tasks have another working directory; files of settings leave a ~ to the program.
+FRAMES_DIR = str(Path(os.environ.get("VLA_FRAMES_DIR") or _CACHE / "frames").expanduser().absolute())
 # Folder of unpacked numeric columns (data/parquet_columns.py), a hundredth of the videos' size, and of up to as many
 # bytes of encoded images. If the home folder is a network drive, VLA_NUMBERS_DIR and VLA_FRAMES_DIR should name a local
 # disk.
 DEFAULT_NUMBERS_DIR = str(_CACHE / "numbers")
-NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or DEFAULT_NUMBERS_DIR
+NUMBERS_DIR = str(Path(os.environ.get("VLA_NUMBERS_DIR") or DEFAULT_NUMBERS_DIR).expanduser().absolute())
 
 
 def number_from_environment(name: str, default: float, *, zero: bool = False) -> float:

@@ -130,9 +130,13 @@ def test_a_store_without_conditions_needs_a_flag(folder, faults, ignored, capsys
     assert len(attempts(folder)) == 2
 
 
-def test_a_folder_on_a_disk_is_always_locked():
-    with pytest.raises(ValueError, match="--lease=false is for buckets; /runs/a is on a disk"):
-        parse_args(["--dataset.root=/data", "--policy.path=/base", "--output_dir=/runs/a", "--lease=false"])
+def test_folder_on_a_disk_is_locked_without_a_lease(tmp_path, capsys):
+    """As of a copy of a run that had --lease=false in a bucket."""
+    flags = ["--dataset.root=/data", "--policy.path=/base", f"--output_dir={tmp_path / 'run'}", "--lease=false"]
+    config = parse_args(flags)
+    with own_folder(config, None, 4, 0), pytest.raises(FileExistsError), own_folder(config, None, 4, 0):
+        pass
+    assert "Lease" not in capsys.readouterr().out
 
 
 def test_a_folder_is_held_and_one_that_stays_empty_is_removed(folder):

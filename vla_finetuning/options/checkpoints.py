@@ -107,10 +107,11 @@ class BestCheckpointOptions(LogOptions):
         loss = "held-out loss" if self.eval_steps else "training loss"
         measure = "success" if self.keep_best_by == "success" else loss
         best = f" and the {self.best_kept} best by {measure}" if self.best_kept else ""
+        seconds = "" if self.save_every_s is None else f", after {self.save_every_s:g} s,"
         exported = "; the best one is exported" if self.export == "best" else ""
         return [
-            f"Checkpoints  every {self.save_freq} steps and at the end, keeping the last {self.keep_checkpoints}"
-            f"{best}, in {folder}{exported}"
+            f"Checkpoints  every {self.save_freq} steps{seconds} and at the end, keeping the last "
+            f"{self.keep_checkpoints}{best}, in {folder}{exported}"
         ]
 
     @property

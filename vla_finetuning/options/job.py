@@ -38,7 +38,7 @@ class JobOptions:
     lease: bool = option(
         True,
         "Let the store of output_dir refuse a second process that drives this run. false: for a store without "
-        "conditional writes; you must then prevent a second process.",
+        "conditional writes; you must then prevent a second process. A folder on a disk is always locked.",
     )
     dry_run: bool = option(False, "Check everything and print the plan; train nothing.")
     seed: int = option(1000, "Seed of all random numbers.", min=0, max=MAX_SEED)
@@ -48,8 +48,6 @@ class JobOptions:
 
     def check(self, config: Any) -> None:
         check_output(self.output_dir)
-        if not self.lease and "://" not in str(self.output_dir):
-            raise ValueError(f"--lease=false is for buckets; {self.output_dir} is on a disk: leave it out")
 
     @property
     def folder(self) -> Path:

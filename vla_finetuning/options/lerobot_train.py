@@ -53,7 +53,10 @@ def page() -> str:
     head = (
         "<!-- Written by `python -m vla_finetuning.options.lerobot_train`. -->\n\n# The flags of lerobot-train\n\n"
         "LeRobot 0.6.1. vla.py takes every flag of lerobot-train that is not in this table, with the same name and\n"
-        "meaning ([flags.md](flags.md)); those in it are refused, with this answer.\n\n"
+        "meaning ([flags.md](flags.md)); those in it are refused, with this answer. Options of a policy that flags of\n"
+        "the run decide, as --policy.device and --policy.compile_model, are refused with the name of that flag. Where\n"
+        "LeRobot takes 0 for never or automatic (--save_freq, --log_freq, --eval.batch_size), a number of at least 1\n"
+        "is expected; with --env_eval_freq 0, the last checkpoint still plays.\n\n"
         "| flag | here |\n|---|---|"
     )
     return "\n".join([head, *(f"| `--{flag}` | {reply} |" for flag, reply in ANSWERED.items())])

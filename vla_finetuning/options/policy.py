@@ -104,4 +104,9 @@ class PushOptions:
         requires={"policy.repo_id": "to which repository?"},
     )
     policy_repo_id: str | None = option(None, "Repository for the trained policy: USER/NAME.", flag="policy.repo_id")
-    policy_private: bool | None = option(None, "Make the repository private.", flag="policy.private")
+    policy_private: bool | None = option(
+        None,
+        "Make the repository private.",
+        flag="policy.private",
+        requires={"policy.repo_id": "which repository?"},
+    )

@@ -146,8 +146,8 @@ class TrainOptions(StepOptions):
         """Return the plan's lines on augmentation. `wrist` names the cameras with changes of colour only."""
         draw = "drawn for each camera of each row anew in every epoch, on the device"
         if transforms.enable:
-            names = ", ".join(transforms.tfs) or "LeRobot's"
-            return [f"Augmented    by {transforms.max_num_transforms} of the transforms {names}; {draw}"]
+            names, most = ", ".join(transforms.tfs) or "LeRobot's", transforms.max_num_transforms
+            return [f"Augmented    by {min(most, len(transforms.tfs) or most)} of the transforms {names}; {draw}"]
         if self.augmentation == "openpi":
             only = f"; only the colours of {', '.join(wrist)}" if wrist else "; no camera has 'wrist' in its name"
             return [f"Augmented    as in openpi: crop, turn, brightness, contrast, saturation{only}; {draw}"]

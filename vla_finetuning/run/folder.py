@@ -197,7 +197,7 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
     folder = config.folder
     with claim_folder(config):
         _check_state(config, start, steps, disk_bytes)
-        if not config.lease:
+        if not config.lease and mirror_of(config.folder):
             print_safe("Lease        none (--lease=false): two processes with this --output_dir would destroy the run")
         # Nodes may have checkpoints that did not reach the bucket.
         is_trained = attempts(folder) if mirror_of(folder) else latest_checkpoint(folder / CHECKPOINTS_NAME)
