@@ -438,7 +438,7 @@ def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_clu
         wait()
         wait()  # what was asked for is given back
         assert checked == [2]
-        with pytest.raises(ValueError, match="no capacity for 1 worker with 2.5 CPUs and L4 each and one .* no nod"):
+        with pytest.raises(ValueError, match="no capacity for 1 worker with 2.5 CPUs and L4 each and one .* no single"):
             wait(1, cpus_per_worker=2.5, cpus_per_read_task=0.5)  # enough in all, but not in one place
         with pytest.raises(ValueError, match="^the cluster is too small for 1 worker with .* needs 5 CPUs, 4 found"):
             at_most = {"CPU": 4, "accelerator_type:L4": 1}  # as Anyscale's autoscaler says
