@@ -361,12 +361,22 @@ def test_held_out_loss_leaves_codebook_unchanged(dataset):
     batch = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
     before = {name: value.clone() for name, value in loss.policy.state_dict().items()}
     loss.eval()
-    for _ in range(4):
-        loss(batch)
+    assert all(loss(batch).isnan() for _ in range(4))
     assert all(torch.equal(value, before[name]) for name, value in loss.policy.state_dict().items())
     loss.train()
     loss(batch)
     assert loss.policy.state_dict()[f"{MODULE}.{COUNT}"].item() == 1
+    loss(batch)
+    assert loss.eval()(batch).isfinite()  # the codebook is frozen
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"keep_best": 1}, "--keep_best: a 'vqbet' needs --eval_steps"),
+    ({"scaling.num_workers": "2,3"}, "--scaling.num_workers: a 'vqbet' needs a fixed number of workers"),
+])  # fmt: skip
+def test_vqbet_refuses_options_that_its_codebook_does_not_allow(dataset, changes, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(dataset, "vqbet with GroupNorm", **changes)
 
 
 def test_prompts_of_several_blocks_are_padded_to_the_longest_as_in_lerobot(dataset):

@@ -58,8 +58,8 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
     Returns:
         The options with the policy's revision and training precision; the policy.
     Raises:
-        ValueError, OSError: as `resolve_policy`; the policy brings code that is not trusted, or its loss cannot skip
-            rows.
+        ValueError, OSError: as `resolve_policy`; the policy brings code that is not trusted, or cannot be trained with
+            an option.
     """
     base = Base(*resolve_policy(config, path))
     policy_type, family = base.config.type, family_of(base.config)
@@ -70,6 +70,7 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
             f"{base.name}: --dataset.on_error=skip needs a loss that can leave rows out, as that of "
             f"{types_that(lambda family: family.row_losses)}; this is a '{policy_type}': use --dataset.on_error=stop"
         )
+    family.check_run(config)
     config = decided(config, {"policy_revision": base.identity["revision"]})
     train_by_options(base.config, config.train, base.folder)
     if config.train.precision == "auto" and family.in_float32 and not base.config.use_amp:
@@ -99,10 +100,6 @@ def check_policy(
                 f"--train.{name}={value} is for {types_with_option}, and the policy is of type {policy_config.type}: "
                 "leave it out; the policy's own options (--policy.*) may have an equivalent"
             )
-    if adapters is not None and adapters.enabled and family.no_adapters:
-        raise ValueError(
-            f"--peft.method_type={adapters.method_type}: a '{policy_config.type}' has no adapters: {family.no_adapters}"
-        )
     if not family.from_config:
         _require_float32(str(getattr(policy_config, "dtype", "float32")))
         if family.offline:

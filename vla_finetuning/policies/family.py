@@ -180,7 +180,7 @@ class Family:
         sized_by_images: whether the network or its validation depends on the configured image shapes; a pretrained
             policy then keeps these shapes.
         offline: whether LeRobot builds the network without downloads from `without_downloads(config)`, so that names
-            and shapes of weights are known before training. True for every type with `from_config`.
+            and shapes of weights are known before training; asked for types without `from_config`.
 
         modes: trainable parts (`parts`) by `--train.mode`. If empty, only `full` exists, and trains the parameters that
             the policy's configuration leaves trainable.
@@ -195,7 +195,6 @@ class Family:
         pads_statistics: whether the processors pad vectors and statistics before they normalise.
         fits_images: whether the policy first fits images into its `image_resolution`, if set, padded with black.
         rebuilds_processors: whether LeRobot makes new processors for a dataset and ignores the saved ones.
-        no_adapters: why adapters (--peft.*) do not train; empty if they do.
         from_config: whether LeRobot needs only the configuration to build the policy, and a folder has all weights. The
             policy can then be built on the meta device, and the family implements the methods that raise here.
     """
@@ -222,11 +221,13 @@ class Family:
     any_inputs: ClassVar[bool] = False
     pads_statistics: ClassVar[bool] = False
     fits_images: ClassVar[bool] = False
-    no_adapters: ClassVar[str] = ""
     rebuilds_processors: ClassVar[bool] = False
     from_config: ClassVar[bool] = False
 
     # ---- training ----------------------------------------------------------------------------------------------------
+
+    def check_run(self, options: Any) -> None:
+        """Refuse options of a run of vla.py with which the type cannot be trained."""
 
     def freezes(self, config: Any, training: Collection[str]) -> dict[str, bool]:
         """Return the policy's own freezing options as they describe a run in which the parts in `training` train."""

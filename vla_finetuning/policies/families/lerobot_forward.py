@@ -86,8 +86,8 @@ MODULE, COUNT = "vqbet.action_head.vqvae_model", "optimized_steps"
 class VQBeTLoss(PolicyLoss):
     """LeRobot's loss with its counter of forwards as a buffer, which only training forwards increment.
 
-    The first `n_vqvae_training_steps` forwards train a codebook of action chunks, which is frozen afterwards. LeRobot
-    0.6.1 counts in an int that its resume resets to 0, and also counts forwards without a gradient.
+    The first `n_vqvae_training_steps` forwards train a codebook of action chunks, which is frozen afterwards; the
+    held-out loss is NaN until then. LeRobot 0.6.1 counts in an int that its resume resets to 0.
     """
 
     def __init__(self, policy: PreTrainedPolicy, **options: Any):
@@ -98,23 +98,28 @@ class VQBeTLoss(PolicyLoss):
             vqvae.register_buffer(COUNT, torch.tensor(count))
 
     def forward(self, batch: Mapping[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
+        discretized = self.policy.get_buffer(f"{MODULE}.discretized")
         if self.training:
             self.policy.train()  # as `lerobot-train` does every step: eval mode freezes the codebook
-            return super().forward(batch)
-        count = self.policy.get_buffer(f"{MODULE}.{COUNT}")
-        before = count.clone()
-        count.fill_(-1)  # far from the count at which the codebook is frozen
-        try:
-            return super().forward(batch)
-        finally:
-            count.copy_(before)
+        elif not discretized:  # LeRobot's loss is the codebook's, far below the policy's later loss
+            return torch.full_like(discretized, torch.nan, dtype=torch.float32)
+        return super().forward(batch)
 
 
 class VQBeT(Queued):
     loss_class = VQBeTLoss
-    no_adapters = (
-        "its first steps (n_vqvae_training_steps) train a codebook and nothing else, and adapters leave that frozen"
-    )
+
+    def check_run(self, options: Any) -> None:
+        first = "its first steps (n_vqvae_training_steps) train a codebook and nothing else"
+        by_training_loss = options.best_kept and options.keep_best_by == "loss" and not options.eval_steps
+        for is_given, flag, why in (
+            (options.peft.enabled, "--peft.method_type", f"has no adapters: {first}, and adapters leave that frozen"),
+            (by_training_loss, "--keep_best", f"needs --eval_steps: {first}, at a lower loss than all later steps"),
+            # The codebook exchanges sums among the workers in every forward.
+            (options.scaling.min_workers, "--scaling.num_workers", "needs a fixed number of workers: give one number"),
+        ):
+            if is_given:
+                raise ValueError(f"{flag}: a '{self.type}' {why}")
 
     def training_state(self) -> dict[str, Tensor]:
         return {f"{MODULE}.{COUNT}": torch.tensor(0)}
