@@ -176,7 +176,7 @@ def test_answered_before_anything_heavy_is_imported(setting, tmp_path):
     ("changes", "message"),
     [
         ({"batch_size": 3}, "a step has 3 rows, but the run was started with 4"),
-        ({"steps": 1}, "2 steps are done, and --steps or MAX_TRAIN_STEPS says 1"),
+        ({"steps": 1}, "2 steps are done, and --steps, --num_epochs or MAX_TRAIN_STEPS says 1"),
         ({}, r"no space for the checkpoints \(--keep_checkpoints, "),
     ],
     ids=["batch", "steps", "disk"],

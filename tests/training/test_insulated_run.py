@@ -224,7 +224,7 @@ def test_tokenizer_is_exported_with_policy_and_used_by_later_runs(setting):
     "changes, message",
     [
         ({"train.mode": "expert"}, "--train.mode=full"),
-        ({"train.mask_padding": "true"}, "the tokens of a chunk are of all of its steps"),
+        ({"train.mask_padding": "true"}, "action tokens encode the whole chunk"),
         ({"peft.method_type": "lora"}, "the language model has no adapter that could learn from tokens"),
         ({"train.action_tokenizer": "/nowhere"}, "no folder, and the Hub gives none of that name"),
         ({"plain": True, "train.flow_weight": 2}, "does nothing without"),

@@ -47,14 +47,14 @@ class LogOptions(CheckpointOptions):
         0,
         "Maximum number of rows for the held-out loss, at least one of each task. 0: all rows.",
         min=0,
-        requires={"eval_steps": "it is of the held-out loss, which is not measured"},
+        requires={"eval_steps": "it limits the held-out loss, and none is measured"},
     )
 
     def describe_held_out(self, rows: int, held_out: int, tasks: int) -> list[str]:
         """Return the plan's lines on the held-out loss, which is measured on `rows` of the `held_out` rows."""
         lines = [
             f"Held out     the loss on {rows} of {held_out} held-out frames of {tasks} tasks, every {self.eval_steps} "
-            "steps and at the end; always with the same noise and times"
+            "steps and at the end; each row with the same noise and flow time every time"
         ]
         if rows < held_out:
             lines.append("             evenly spaced in each task (lerobot-train takes each task's first frames)")
@@ -99,7 +99,7 @@ class BestCheckpointOptions(LogOptions):
     export: Literal["last", "best"] = option(
         "last",
         "Source of OUTPUT_DIR/pretrained_model: the last step, or the checkpoint with the lowest held-out loss.",
-        requires={"eval_steps": "the best by the held-out loss, which is not measured"},
+        requires={"eval_steps": "the best checkpoint has the lowest held-out loss, and none is measured"},
     )
 
     def describe_checkpoints(self, folder: str) -> list[str]:

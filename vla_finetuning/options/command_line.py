@@ -287,7 +287,10 @@ def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
     for name, value in arguments:
         if value is not None and not value.strip():
             raise ValueError(f"command line: --{name} is empty (an unset variable?): give a value, or leave it out")
-        if name not in flags and program.config_type in (Config, EvaluateConfig) and (hint := answer(name)):
+        of_lerobot = program.config_type is Config or (
+            program.config_type is EvaluateConfig and name.startswith(("job_name", "eval."))
+        )
+        if name not in flags and of_lerobot and (hint := answer(name)):
             raise ValueError(f"command line: LeRobot has --{name}; here: {hint}")
         is_option = name in flags and not flags[name].is_group
         in_group = name.startswith(groups) and re.fullmatch(r"[A-Za-z_][\w.]*", name.partition(".")[2])

@@ -51,7 +51,7 @@ class DatasetOptions:
     revision: str | None = option(
         None,
         "Branch, tag or commit of --dataset.repo_id. Default: the tag v3.0, as in LeRobot, else the default branch.",
-        requires={"dataset.repo_id": "it is of a dataset on the Hub"},
+        requires={"dataset.repo_id": "it names a revision of a dataset on the Hub"},
     )
     mixture: dict[str, float | dict[str, Any]] | str = option(
         {},

@@ -22,7 +22,7 @@ PER_START = ("resume", "dry_run", "policy_trust_remote_code")
 class JobOptions:
     """The run and its folder."""
 
-    length_flags: ClassVar[str] = "--steps or MAX_TRAIN_STEPS"
+    length_flags: ClassVar[str] = "--steps, --num_epochs or MAX_TRAIN_STEPS"
     preset: str | None = option(None, "A set of flags, placed before the given ones. See Presets.")
     output_dir: str | None = option(
         None,

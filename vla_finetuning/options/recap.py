@@ -95,7 +95,9 @@ class ValueOptions:
 
     def check(self, config: Any) -> None:
         if config.policy_path is None:
-            raise ValueError("a value function sees with a policy's model: give --policy.path FOLDER_OR_HUB_ID")
+            raise ValueError(
+                "the value function uses a policy's vision and language model: give --policy.path FOLDER_OR_HUB_ID"
+            )
         if config.train.mode != StepOptions.mode:
             raise ValueError(f"--train.mode={config.train.mode}: --value.backbone says what trains here; leave it out")
         if config.scaling.strategy != "ddp":

@@ -13,7 +13,7 @@ Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard", "hsdp"]
 FIXED_WORKERS = {
     "fsdp2_reshard": "workers gather parameters together in every micro-batch, so none may have more of those than "
     "another",
-    "hsdp": "every node must have as many workers as another, which a number that changes does not keep",
+    "hsdp": "every node needs the same number of workers, which a varying number does not guarantee",
 }
 
 
@@ -38,7 +38,7 @@ class WorkerOptions:
         None,
         "Ray's name of the workers' GPU type, such as L4 or H100. Ray names both sizes A100; A100-40G and A100-80G "
         "exist only on nodes that were started with these names.",
-        conflicts={"scaling.use_gpu=false": "it is a type of GPU"},
+        conflicts={"scaling.use_gpu=false": "it is a type of GPU; leave it out, or give --scaling.use_gpu=true"},
     )
     strategy: Strategy = option(
         "ddp",

@@ -49,7 +49,7 @@ class LengthOptions(LearningOptions):
         batch = self.batch_size * self.grad_accum * workers.num_workers
         return [
             f"Batch        {self.batch_size} rows x {self.grad_accum} micro-steps x {workers.num_workers} workers = "
-            f"{batch} per step" + (", with fewer workers too" if workers.min_workers else ""),
+            f"{batch} per step" + (", also while fewer workers run" if workers.min_workers else ""),
             f"Steps        {steps} ({steps * batch / rows_per_epoch:.2f} epochs of {rows_per_epoch} rows"
             f"{'' if equal_epochs else ' on average'}, {rows_per_epoch / batch:.1f} steps each); a line every "
             f"{log_freq}",

@@ -99,7 +99,7 @@ class TrainOptions(StepOptions):
         "PI0.5: train the backbone on action tokens by cross-entropy, and the action expert on the flow, whose "
         "gradients do not reach the backbone.",
         requires={"train.mode=full": "the backbone is to learn from action tokens"},
-        conflicts={"train.mask_padding": "the tokens of a chunk are of all of its steps"},
+        conflicts={"train.mask_padding": "action tokens encode the whole chunk, so single steps cannot be left out"},
     )
     flow_weight: float = option(
         1.0,

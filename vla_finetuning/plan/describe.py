@@ -70,7 +70,11 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
             + (f", robot {meta.robot_type}" if meta.robot_type else ""),
             f"             trains on {len(rows.train_episodes[number])} episodes, {rows.per_dataset[number]} frames; "
             f"{len(rows.eval_episodes[number])} held out",
-            *([f"             but for the last {dropped} frames of each"] if dropped else []),
+            *(
+                [f"             the last {dropped} frames of each training episode are not trained on"]
+                if dropped
+                else []
+            ),
             *([f"             {line}" for line in rows.described[number]] if rows.described else []),
             f"             {len(meta.tasks)} tasks: "
             + "; ".join(repr(t) for t in list(meta.tasks.values())[:4])

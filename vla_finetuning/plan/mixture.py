@@ -164,8 +164,8 @@ def check_ranges(metas: Sequence[DatasetMetadata], keys: Sequence[str]) -> None:
                     f"datasets {a.root} and {b.root} seem to be in different units: {dimension_names(a, key)[i]!r} of "
                     f"{key!r} ranges from {low[0, i]:.4g} to {high[0, i]:.4g} in the first and from {low[1, i]:.4g} to "
                     f"{high[1, i]:.4g} in the second ({names[0]} to {names[1]}; so do {int(mismatch.sum())} of "
-                    f"{len(mismatch)} dimensions), and normalised together the smaller would vanish; convert one of "
-                    "them, or give --dataset.mixed_ranges=true if both are right"
+                    f"{len(mismatch)} dimensions), and with joint statistics the smaller values would all be close "
+                    "to 0; convert one of them, or give --dataset.mixed_ranges=true if both are right"
                 )
 
 
