@@ -23,12 +23,16 @@ from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.run import checkpoint
 from vla_finetuning.training import state
 
+# File of a run's folder, which a test writes when it has killed the processes that a training process waits for.
+KILLED = "killed"
+
 
 @dataclass(frozen=True)
 class Fault:
     """`action` of `rank` in the `attempt`-th start of the worker group, before optimizer step `step` (from 0).
 
-    kill, freeze: SIGKILL, SIGSTOP to the training process itself. wait: for ten minutes. nan: its loss is NaN then.
+    kill, freeze: SIGKILL, SIGSTOP to the training process itself. wait: for ten minutes. await_kill: until KILLED
+    exists in the run's folder. nan: its loss is NaN then.
     bad_input, bug: a ValueError, an error of another kind. full_disk: from then on, no file of more than 100 kB can be
     written. die_at_commit: from then on, the process that drives the run and this one die when a checkpoint is put in
     its place.
@@ -72,7 +76,7 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
         while any(f.settled for f in due) and step >= run.config.save_freq and not (newest / checkpoint.STATE).exists():
             time.sleep(0.01)
             pull(run.job.checkpoints_dir)
-        if now:
+        if now and now != ["await_kill"]:
             note(run.job.output_dir, "fault")
         if "kill" in now:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -80,6 +84,8 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
             os.kill(os.getpid(), signal.SIGSTOP)
         if "wait" in now:
             time.sleep(600)
+        while "await_kill" in now and not (run.job.output_dir / KILLED).exists():
+            time.sleep(0.01)
         if "bad_input" in now:
             raise ValueError("planted: this row is bad")
         if "bug" in now:

@@ -27,7 +27,7 @@ from diagnostics import check_rows
 from tests import broken, planted_data
 from tests.broken import SAVE_FREQ, STEPS, assert_same_weights, flags, make_setting, resumed_from, run_with, started
 from tests.loopback import Faults, Proxy, s3_server, serving
-from tests.planted import Fault
+from tests.planted import KILLED, Fault
 from tests.planted_data import DataFault
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import read_lines
@@ -98,15 +98,14 @@ def test_five_killed_workers(setting, undisturbed):
     assert_same_weights(folder, undisturbed)
 
 
-def test_killed_data_processes(setting, undisturbed):
-    """Ray runs a read task again, and nothing else changes. When what deals the rows out is gone, all ranks see it."""
+def test_killed_data_processes_change_no_row(setting, undisturbed):
+    """Ray runs a read task again, and nothing else changes. All ranks start anew if the coordinator is gone."""
     folder = setting[0] / "data"
-    first = folder / "checkpoints" / "step_00000004" / "state.json"
     with (
         killing("ray::ReadLeRobot", 2, folder) as tasks,
-        killing("ray::SplitCoordinator", 1, folder, once=lambda: len(tasks) == 2 and first.exists()) as coordinators,
+        killing("ray::SplitCoordinator", 1, folder, once=lambda: len(tasks) == 2 and waits(folder)) as coordinators,
     ):
-        assert run_with(flags(setting, "data", **{"scaling.max_failures": 1})) == 0
+        assert run_with(flags(setting, "data", **{"scaling.max_failures": 1}), WAIT) == 0
     assert len(tasks) == 2 and len(coordinators) == 1
     _, second = resumed_from(folder)
     assert second >= 4
@@ -114,9 +113,18 @@ def test_killed_data_processes(setting, undisturbed):
     assert_same_weights(folder, undisturbed)
 
 
+# A rank waits before this step, after the first checkpoint, until a coordinator is killed.
+WAIT = Fault("await_kill", step=6)
+
+
+def waits(folder):
+    """Return whether WAIT is reached: the step before it is done."""
+    return len(planted_data.noted(folder, "step")) >= WAIT.step
+
+
 @contextlib.contextmanager
 def killing(title, count, folder, once=lambda: True):
-    """Meanwhile, processes of that title are killed, of the tests' own cluster; yields the list of them."""
+    """Kill `count` processes of that title, of the tests' own cluster, in the block; yield the list of their pids."""
     killed = []
     over = threading.Event()
 
@@ -124,12 +132,14 @@ def killing(title, count, folder, once=lambda: True):
         while len(killed) < count and not over.is_set():
             for process in psutil.Process().children(recursive=True) if once() else []:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    wanted = len(killed) < count and process.pid not in killed
-                    if wanted and title in " ".join(process.cmdline()):
+                    is_due = len(killed) < count and process.pid not in killed
+                    if is_due and title in " ".join(process.cmdline()):
                         process.kill()
                         planted_data.note(folder, "fault")
                         killed.append(process.pid)
             time.sleep(0.02)
+        if title == "ray::SplitCoordinator":
+            (folder / KILLED).touch()
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -140,27 +150,17 @@ def killing(title, count, folder, once=lambda: True):
         thread.join()
 
 
-def test_several_coordinators(setting, undisturbed, monkeypatch):
-    """Of a rank each, of which one is killed, and later a rank: rows and weights are those of one coordinator."""
+def test_several_coordinators_deal_the_rows_of_one(setting, undisturbed, monkeypatch):
+    """One coordinator of a rank each; one is killed, and later a rank."""
     folder = setting[0] / "several"
-    first = folder / "checkpoints" / "step_00000004" / "state.json"
     monkeypatch.setattr(coordinators, "RANKS_PER_COORDINATOR", 1)
-    with killing("ray::SplitCoordinator", 1, folder, once=lambda: first.exists() and len(dealing()) == 2) as killed:
+    with killing("ray::SplitCoordinator", 1, folder, once=lambda: waits(folder)) as killed:
         changes = {"scaling.max_failures": 2, "scaling.cpus_per_read_task": 0.5}
-        assert run_with(flags(setting, "several", **changes), Fault("kill", step=14, attempt=1)) == 0
+        assert run_with(flags(setting, "several", **changes), WAIT, Fault("kill", step=14, attempt=1)) == 0
     assert len(killed) == 1
     assert len(resumed_from(folder)) == 3 and resumed_from(folder)[2] == 12
     assert_every_row_once(folder)
     assert_same_weights(folder, undisturbed)
-
-
-def dealing():
-    """Coordinators that live, of the tests' own cluster."""
-    titles = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            titles.append(" ".join(process.cmdline()))
-    return [title for title in titles if "ray::SplitCoordinator" in title]
 
 
 def test_a_read_that_hangs(setting, undisturbed, monkeypatch):
