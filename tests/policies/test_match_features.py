@@ -237,3 +237,12 @@ def test_a_policy_that_sorts_its_cameras_keeps_its_names_unless_the_order_is_the
     assert "orders cameras by name" in own_camera_names(config, {right: first, left: second})[1]
     act = ACTConfig(device="cpu", input_features=inputs, output_features=outputs)
     assert own_camera_names(act, {right: first, left: second}) == ({first: right, second: left}, "")
+
+
+def test_match_features_refuses_images_that_the_policy_would_crop_without_resizing():
+    config = DiffusionConfig(device="cpu", input_features={}, crop_shape=(40, 40))
+    match_features(config, dataset_features("top"), fps=10)
+    match_features(config, dataset_features("top"), fps=10)
+    features = dataset_features("top") | {"observation.images.top": camera(96, 128)}
+    with pytest.raises(ValueError, match=r"has images of \(3, 96, 128\), and the policy's are \(3, 48, 64\)"):
+        match_features(config, features, fps=10)

@@ -76,10 +76,10 @@ def test_tokenizer_of_short_run_is_fitted_to_a_readable_epoch(setting, monkeypat
     run = resolved(setting, "short", steps=1, batch_size=2)
     batch = {"action": np.arange(3)[:, None, None] * np.ones((1, CHUNK, 5)), "is_skipped": np.arange(3) == 1}
     streams = []
-    monkeypatch.setattr(Rows, "source", lambda rows, stream, *_: streams.append(stream))
+    monkeypatch.setattr(Rows, "source", lambda rows, stream, *_: streams.append((stream, rows.reading.skip_log)))
     monkeypatch.setattr(chunks_module, "read_source", lambda _: SimpleNamespace(iter_batches=lambda **_: [batch]))
     (chunks,) = read_chunks(run)
-    assert streams == [(0, run.rows.per_epoch)] and run.rows.per_epoch > run.rows.last_row
+    assert streams == [((0, run.rows.per_epoch), None)] and run.rows.per_epoch > run.rows.last_row
     assert chunks.values[:, 0, 0].tolist() == [0, 2]
 
 

@@ -334,7 +334,11 @@ class Family:
         """Return an environment's features after `env_processors`, from its own `features`."""
         return features
 
-    # ---- processors and files ----------------------------------------------------------------------------------------
+    # ---- features, processors and files ------------------------------------------------------------------------------
+
+    def keeps_size(self, config: Any) -> bool:
+        """Return whether the network neither resizes nor pads images, so that all must have the configured sizes."""
+        return False
 
     def tokenizer_name(self, config: PreTrainedConfig) -> str | None:
         """Return the Hub id of the tokenizer in processors that LeRobot makes anew; None for derived types."""

@@ -134,6 +134,17 @@ def match_features(
     for key, limit in ((OBS_STATE, "max_state_dim"), (ACTION, "max_action_dim")):
         if key in features:
             _check_vector(sources[key], dataset_features[key], limit, getattr(config, limit, None))
+    if len(cameras) > (most := getattr(config, "max_views", len(cameras))):
+        raise ValueError(
+            f"the policy takes {most} cameras (max_views), and would drop others of {cameras}: choose some with "
+            "--dataset.camera_keys, or give another --policy.max_views"
+        )
+    for key in cameras if family_of(config).keeps_size(config) else ():
+        if (size := features[key].shape) != (needed := inputs[key].shape):
+            raise ValueError(
+                f"'{sources[key]}' has images of {size}, and the policy's are {needed}: a '{config.type}' would crop "
+                "them without resizing; resize the dataset's images, or train a new policy (--policy.type)"
+            )
 
     fixed = {FeatureType.VISUAL} if family_of(config).sized_by_images else set()
     config.output_features = outputs

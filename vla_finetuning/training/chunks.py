@@ -57,7 +57,8 @@ def sample_chunks(run: Run) -> list[Chunks]:
     policy = replace(run.policy, robots=tuple(with_placeholders(robot, rows.metas) for robot in run.robots))
     sampled = _by_robot(policy, rows, make_prepare(policy, rows)(batch))
     return [
-        _scaled(chunks) if robot.missing_stats else chunks for robot, chunks in zip(run.robots, sampled, strict=True)
+        _scaled(chunks) if robot.missing_stats and len(chunks.values) else chunks
+        for robot, chunks in zip(run.robots, sampled, strict=True)
     ]
 
 
@@ -93,7 +94,9 @@ def describe_tokens_of(meta: DatasetMetadata, name: str, chunk_size: int) -> lis
 
 
 def _without_cameras(rows: Rows) -> Rows:
-    return replace(rows, features=replace(rows.features, camera_keys=()))
+    features = replace(rows.features, camera_keys=())
+    # Rows without cameras have other positions in the stream: none may be logged as skipped by the run.
+    return replace(rows, features=features, reading=replace(rows.reading, skip_log=None))
 
 
 def _by_robot(policy: PolicySpec, rows: Rows, columns: Columns) -> list[Chunks]:

@@ -61,6 +61,9 @@ class ACT(Family):
 class Queued(Family):
     """Policies whose `predict_action_chunk` reads queues of the last `n_obs_steps` states and images."""
 
+    def keeps_size(self, config: Any) -> bool:
+        return getattr(config, "resize_shape", None) is None and getattr(config, "image_resize_shape", None) is None
+
     def remembers(self, config: Any) -> str:
         """Return the reason, also for one step: `predict_chunk` fills the queues from windows only."""
         return super().remembers(config) or f"with n_obs_steps={config.n_obs_steps} predicts from a queue of past steps"
@@ -127,6 +130,10 @@ class VQBeT(Queued):
 
 class Evo1(Family):
     pads_statistics = True
+    ignored_options = {
+        "task_field": "--rename_map to call the text column `task`",
+        "embodiment_id_field": "--policy.default_embodiment_id",
+    }
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
         loss = super().make_loss(policy, **options)
