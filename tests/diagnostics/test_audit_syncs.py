@@ -72,7 +72,7 @@ def by_name(found, planted=None):
 @pytest.mark.parametrize(
     "mode, flag", [("heads", "train.augmentation=openpi"), ("full", "dataset.image_transforms.enable=true")]
 )
-def test_our_loop_is_clean(setting, mode, flag, capsys):
+def test_training_loop_has_no_syncs(setting, mode, flag, capsys):
     name, value = flag.split("=")
     options = {"train.mode": mode, "train.mask_padding": "true", "scaling.use_gpu": "false", "ema.enable": "true"}
     options[name] = value
@@ -83,7 +83,7 @@ def test_our_loop_is_clean(setting, mode, flag, capsys):
     assert not (setting[0] / "run").exists()
 
 
-def test_callbacks_wait_for_nothing(tmp_path, one_step):
+def test_callbacks_add_no_syncs(tmp_path, one_step):
     """With every callback that a run can have: no place beside those of a run without them."""
     root = make_dataset(tmp_path / "dataset", episodes=(12, 9, 10), cameras={"observation.images.top": (48, 64)})
     attached = {
@@ -98,7 +98,7 @@ def test_callbacks_wait_for_nothing(tmp_path, one_step):
     assert found(**attached) <= found()
 
 
-def test_every_part_of_the_step_is_looked_at(run, monkeypatch, one_step):
+def test_audit_covers_every_part_of_the_step(run, monkeypatch, one_step):
     looks = {
         "noise": (pi05, "sample_noise_and_time", lambda args, drawn: drawn[0].sum().item()),
         "images": (DeviceHalf, "forward", lambda args, batch: batch["observation.images.top"].sum().item()),
@@ -137,7 +137,7 @@ def test_every_part_of_the_step_is_looked_at(run, monkeypatch, one_step):
     assert by_name(audit_syncs.audit(run), {name: look for name, (_, _, look) in looks.items()}) == times
 
 
-def test_host_batches_must_be_pinned(run, monkeypatch, one_step):
+def test_unpinned_host_batches_are_reported(run, monkeypatch, one_step):
     collate = NumpyToTorchCollate.__call__
     monkeypatch.setattr(NumpyToTorchCollate, "__call__", lambda _, batch: collate(NumpyToTorchCollate(False), batch))
     found = audit_syncs.audit(run).syncs
@@ -148,7 +148,7 @@ def test_host_batches_must_be_pinned(run, monkeypatch, one_step):
 
 
 @pytest.mark.gate
-def test_lerobots_own_forward_waits_where_it_is_known_to(run, monkeypatch, one_step):
+def test_known_syncs_of_lerobot_forward_are_reported(run, monkeypatch, one_step):
     monkeypatch.setattr(PI05Loss, "forward", lambda self, batch, noise, time: self.policy(self.images(batch))[0])
     monkeypatch.setattr(trainable, "remove_unused", lambda policy: [])  # it uses more than its loss needs
     found = audit_syncs.audit(run)
@@ -209,12 +209,12 @@ def plant_all(monkeypatch):
     plant(monkeypatch, lambda loss: [planted(loss) for planted in PLANTED.values()])
 
 
-def test_a_planted_sync_is_found_with_its_line(run, monkeypatch, one_step):
+def test_planted_syncs_are_reported_with_their_line(run, monkeypatch, one_step):
     plant_all(monkeypatch)
     assert by_name(audit_syncs.audit(run), PLANTED) == dict.fromkeys(PLANTED, 2)
 
 
-def test_a_loop_that_believes_what_was_made_up_is_told_where(setting, run, monkeypatch, one_step, capsys):
+def test_error_after_fake_value_names_last_device_read(setting, run, monkeypatch, one_step, capsys):
     def refuses(loss):
         if torch.isnan(loss):
             raise RuntimeError("not a number")
@@ -227,7 +227,7 @@ def test_a_loop_that_believes_what_was_made_up_is_told_where(setting, run, monke
     assert f"last read a value from the device {place}" in capsys.readouterr().err
 
 
-def test_what_autograd_waits_for_by_itself_is_reported(run, monkeypatch, one_step):
+def test_syncs_inside_autograd_are_reported(run, monkeypatch, one_step):
     original = PI05Loss.forward
 
     def forward(self, batch, noise, time):
@@ -240,7 +240,7 @@ def test_what_autograd_waits_for_by_itself_is_reported(run, monkeypatch, one_ste
     assert "  autograd  " in found.table()
 
 
-def test_what_does_not_wait_is_not_reported(run, monkeypatch, one_step):
+def test_asynchronous_operations_are_not_reported(run, monkeypatch, one_step):
     def innocent(loss):
         values, mask = loss.detach().expand(3).clone(), torch.ones(3, dtype=torch.bool, device=loss.device)
         values[mask] = 0.0
@@ -259,7 +259,7 @@ def test_what_does_not_wait_is_not_reported(run, monkeypatch, one_step):
     assert audit_syncs.audit(run).syncs == []
 
 
-def test_exit_statuses_and_the_table(setting, run, monkeypatch, one_step, capsys):
+def test_exit_statuses_and_printed_table(setting, run, monkeypatch, one_step, capsys):
     plant(monkeypatch, item)
     monkeypatch.setattr(audit_syncs, "resolve", lambda config, gpus_found: run)  # counts FLOPs with the real loss
     assert audit_syncs.main(flags(setting)) == 1
@@ -273,7 +273,7 @@ def test_exit_statuses_and_the_table(setting, run, monkeypatch, one_step, capsys
     assert "--preset nonsense" in capsys.readouterr().err
 
 
-def test_statistics_that_are_missing_are_no_obstacle(run, monkeypatch, one_step):
+def test_audit_runs_without_normalisation_statistics(run, monkeypatch, one_step):
     plant(monkeypatch, item)
     stats = {
         key: {name: v for name, v in values.items() if name != "q01"} for key, values in run.robots[0].stats.items()
@@ -285,7 +285,7 @@ def test_statistics_that_are_missing_are_no_obstacle(run, monkeypatch, one_step)
     assert by_name(audit_syncs.audit(without)) == {"item": 2}
 
 
-def test_the_process_is_left_as_it_was(run, monkeypatch, one_step):
+def test_audit_restores_process_state(run, monkeypatch, one_step):
     def watched():
         functions = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream]
         return [*functions, DeviceMetrics.gather, state.build_model, feed.with_timeout]
@@ -303,7 +303,7 @@ def test_the_process_is_left_as_it_was(run, monkeypatch, one_step):
 # --- with CUDA --------------------------------------------------------------------------------------------
 
 
-def test_warnings_of_cuda_become_lines(run, monkeypatch, one_step, tmp_path):
+def test_cuda_sync_warnings_become_reported_lines(run, monkeypatch, one_step, tmp_path):
     """The way with CUDA, on the CPU: PyTorch's warning is given by hand where CUDA would give it."""
 
     def synchronise():
@@ -325,7 +325,7 @@ def test_warnings_of_cuda_become_lines(run, monkeypatch, one_step, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["heads", "full"])
-def test_our_loop_is_clean_on_the_gpu(setting, mode, capsys):
+def test_training_loop_has_no_syncs_on_gpu(setting, mode, capsys):
     status = audit_syncs.main(flags(setting, **{"train.mode": mode}))
     printed = capsys.readouterr().out
     assert status == 0, printed
@@ -333,14 +333,14 @@ def test_our_loop_is_clean_on_the_gpu(setting, mode, capsys):
 
 
 @pytest.mark.gpu
-def test_a_planted_sync_is_found_on_the_gpu(setting, monkeypatch, one_step):
+def test_planted_syncs_are_reported_on_gpu(setting, monkeypatch, one_step):
     run = resolve(parse_args(flags(setting)), gpus_found=1)
     plant_all(monkeypatch)
     assert not PLANTED.keys() - by_name(audit_syncs.audit(run), PLANTED).keys()
 
 
 @pytest.mark.parametrize("watching", [audit_syncs._CudaWatch("cpu"), step.HostReads()], ids=["audit", "reads"])
-def test_what_watches_leaves_compiled_code_in_use(watching):
+def test_watches_keep_compiled_code_in_use(watching):
     """Under the watch, and after it, compiled code is called as before."""
     torch._dynamo.reset()
     compiler, calls = Compiler("eager"), []

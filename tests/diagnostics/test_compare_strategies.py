@@ -13,7 +13,7 @@ from tests import in_process
 from vla_finetuning.training.memory import GIB, StepMemory
 
 
-def test_a_strategy_that_does_not_fit_by_its_plan_is_left_out(run, monkeypatch):
+def test_strategy_beyond_planned_memory_is_left_out(run, monkeypatch):
     """Of a GPU that runs out of memory nothing would be left, nor of what was measured before."""
     run = replace(run, config=replace(run.config, scaling=replace(run.config.scaling, num_workers=2)))
 
@@ -44,7 +44,7 @@ def test_a_strategy_that_does_not_fit_by_its_plan_is_left_out(run, monkeypatch):
     assert [title.split(":")[0] for title, _ in compare_strategies.charts(report)] == ["fsdp2", "fsdp2_reshard"]
 
 
-def test_a_step_is_that_of_a_run(run, monkeypatch):
+def test_measured_step_uses_attention_kernel_of_run(run, monkeypatch):
     """With the run's kernel of attention."""
     monkeypatch.setattr(compare_strategies, "build_model", lambda *_: ("loss", torch.bfloat16))
     monkeypatch.setattr(compare_strategies, "spread", lambda *_, **__: "model")
@@ -63,7 +63,7 @@ def test_a_step_is_that_of_a_run(run, monkeypatch):
     assert checked == 2 * [("loss", worker.device, torch.bfloat16)]
 
 
-def test_losses_that_are_not_finite_reach_the_driver():
+def test_nonfinite_losses_survive_serialisation():
     spreading = Spreading(strategy="ddp", step_s=[0.5], losses=[math.nan, math.inf], state_bytes=0, peak_bytes=None)
     rank = RankStrategies(rank=0, environment=Environment.here(), spreadings=[spreading])
     losses = RankStrategies.model_validate_json(rank.model_dump_json()).spreadings[0].losses

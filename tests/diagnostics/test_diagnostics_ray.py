@@ -28,7 +28,7 @@ def step_json(argv, ray_cluster, tmp_path_factory):
     return folder / "step.json"
 
 
-def test_two_ranks_are_told_apart(step_json, argv):
+def test_step_report_of_two_ranks(step_json, argv):
     report = StepReport.read(step_json)
     assert [rank.rank for rank in report.ranks] == [0, 1]
     assert report.global_batch_size == 2 * 2 * 2
@@ -44,7 +44,7 @@ def test_two_ranks_are_told_apart(step_json, argv):
     assert sorted(entry.name for entry in argv[1].iterdir()) == ["base", "dataset"]
 
 
-def test_the_trace_has_the_steps_and_the_clusters_tasks(step_json):
+def test_trace_contains_steps_and_cluster_tasks(step_json):
     events = json.loads((step_json.parent / "trace.json").read_text())["traceEvents"]
     steps = [event for event in events if event.get("name") == "backward" and event.get("cat") == "user_annotation"]
     tasks = [event for event in events if str(event.get("cat", "")).startswith("task::")]
@@ -53,7 +53,7 @@ def test_the_trace_has_the_steps_and_the_clusters_tasks(step_json):
     assert (step_json.parent / "step.html").read_text().startswith("<!doctype html>")
 
 
-def test_the_data_engine_of_two_workers(step_json, argv, capsys):
+def test_loader_report_of_two_workers(step_json, argv, capsys):
     loader_json = step_json.parent / "loader.json"
     own = ["--profile_batches=40", "--profile_warmup=4", f"--against={step_json}"]
     assert profile_dataloader.main([*argv[0], *own, f"--profile_dataloader_json={loader_json}"]) == 0

@@ -21,7 +21,7 @@ def everything_trains(monkeypatch):
     monkeypatch.setattr(trainable, "choose_trainable", lambda policy, *_: policy.requires_grad_(True))
 
 
-def test_what_trains_is_reached(run, tmp_path):
+def test_all_trainable_parameters_are_reached(run, tmp_path):
     report = find_unused(run, batches=2)
     assert not report.unreached
     # The layers behind it start at zero in LeRobot's PI0.5, so nothing comes back in the first steps.
@@ -33,7 +33,7 @@ def test_what_trains_is_reached(run, tmp_path):
     assert {p.name: tuple(p.shape) for p in report.parameters} == {n: p.shape for n, p in policy.named_parameters()}
 
 
-def test_unused_is_what_autograd_leaves_without_a_gradient(run, everything_trains):
+def test_unused_parameters_equal_those_without_autograd_gradient(run, everything_trains):
     """LeRobot's forward computes queries of the last layer that nothing reads: their gradient is zero there."""
     report = find_unused(run, batches=2)
     policy = make_policy()
@@ -54,7 +54,7 @@ def _last_layer(all_names):
     return language + max(n.removeprefix(language).split(".")[0] for n in all_names if n.startswith(language)) + "."
 
 
-def test_a_parameter_that_some_batches_leave_out(run, monkeypatch):
+def test_parameter_unused_in_some_batches_is_reported(run, monkeypatch):
     forward, calls = PI05Loss.forward, []
 
     def sometimes(self, *args):
@@ -70,7 +70,7 @@ def test_a_parameter_that_some_batches_leave_out(run, monkeypatch):
     assert {p.without_gradient for p in report.of("sometimes")} == {1}
 
 
-def test_a_gradient_of_zeros_is_no_missing_one(run, monkeypatch, setting, capsys):
+def test_zero_gradient_is_not_reported_as_unused(run, monkeypatch, setting, capsys):
     forward = PI05Loss.forward
 
     def silenced(self, batch, noise, time):
@@ -87,7 +87,7 @@ def test_a_gradient_of_zeros_is_no_missing_one(run, monkeypatch, setting, capsys
     assert "  model.action_in_proj: 2 tensors, " in capsys.readouterr().out
 
 
-def test_the_program(setting, tmp_path, monkeypatch, capsys, everything_trains):
+def test_find_unused_params_command_line(setting, tmp_path, monkeypatch, capsys, everything_trains):
     monkeypatch.setenv("UNUSED_BATCHES", "1")
     argv = in_process.flags(setting, unused_json=tmp_path / "unused.json", html=tmp_path / "unused.html")
     assert find_unused_params.main(argv) == 0
@@ -105,7 +105,7 @@ def test_the_program(setting, tmp_path, monkeypatch, capsys, everything_trains):
     assert not (setting[0] / "run").exists()
 
 
-def test_modules_are_as_large_as_they_can_be():
+def test_unused_parameters_are_grouped_by_largest_module():
     fates = {"a.x.w": "unused", "a.x.b": "unused", "a.y.w": "used", "b.w": "unused", "b.c.w": "unused"}
     parameters = [
         find_unused_params.Parameter(name=n, shape=[2, 3], fate=f, without_gradient=0) for n, f in fates.items()
@@ -116,7 +116,7 @@ def test_modules_are_as_large_as_they_can_be():
     assert found["b"][0].size == 6
 
 
-def test_help_and_wrong_options(capsys):
+def test_help_and_invalid_options(capsys):
     assert find_unused_params.main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert "--unused_batches batches\n                        batches to look at (4)" in printed

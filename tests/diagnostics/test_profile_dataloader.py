@@ -56,7 +56,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_a_slow_source_is_seen_at_its_pace(run, tmp_path, clock):
+def test_loader_rate_equals_pace_of_slow_source(run, tmp_path, clock):
     rank, options = pull(run, tmp_path, lambda _: clock.time(), *TEN, before_batch=lambda: clock.spend(0.5))
     assert rank.fetch_s == [0.5] * 10
     assert rank.copy_s is None
@@ -64,7 +64,7 @@ def test_a_slow_source_is_seen_at_its_pace(run, tmp_path, clock):
     assert (report.rows, report.wall_s, report.rows_per_s) == (10 * 2, 5.0, 4.0)
 
 
-def test_rows_that_lay_in_buffers_do_not_count(run, tmp_path, clock):
+def test_prebuffered_rows_are_not_counted(run, tmp_path, clock):
     """Seven of ten batches had been read before the clock started."""
     start = clock.time()
 
@@ -77,7 +77,7 @@ def test_rows_that_lay_in_buffers_do_not_count(run, tmp_path, clock):
         summarise(run, [rank.model_copy(update={"produced_at_s": [start] * 10})], options=options)
 
 
-def test_rates_of_ranks_add_up_over_the_time_until_the_last_is_done(run):
+def test_rows_of_all_ranks_are_counted_until_the_last_finishes(run):
     ranks = [
         fetches(0, warm_at_s=100.0, done_at_s=108.0, produced_at_s=[99.0, 101.0, 103.0]),
         fetches(1, warm_at_s=102.0, done_at_s=112.0, produced_at_s=[101.0, 103.0, 104.0]),
@@ -93,7 +93,7 @@ def test_rates_of_ranks_add_up_over_the_time_until_the_last_is_done(run):
 
 
 @pytest.mark.gate
-def test_the_stages_are_those_of_the_read_tasks(setting):
+def test_stage_times_cover_cpu_time_of_read_tasks(setting):
     """Most of the CPU's time is in one stage or another, and each stage has some."""
     run = in_process.resolved(setting, **{"dataset.image_size": "[56,56]"})
     data = vla.build_dataset(run)
@@ -109,7 +109,7 @@ def test_the_stages_are_those_of_the_read_tasks(setting):
     assert 0.5 * spent < sum(stages.values()) * run.rows.last_row / 1000 < spent
 
 
-def test_a_stage_inside_another_is_not_counted_twice(clock):
+def test_nested_stage_is_counted_once(clock):
     stages = StageClock()
     decode = stages.stage("decode")(lambda: clock.spend(4))
 
@@ -122,7 +122,7 @@ def test_a_stage_inside_another_is_not_counted_twice(clock):
     assert {name: seconds for name, seconds in stages.cpu_s.items() if seconds} == {"decode": 4, "shuffle": 3}
 
 
-def test_stamps_come_off_before_the_policy_sees_the_batch(run, clock):
+def test_time_stamps_are_removed_from_batches(run, clock):
     data = vla.build_dataset(run)
     stamped = profile_dataloader.Stamped(data.prepare)
     row = data.read(stream=(0, run.rows.last_row)).example()
@@ -159,7 +159,7 @@ def loader_report(run):
     return summarise(run, [fetches(produced_at_s=[0.5] * 50)], 4.0)
 
 
-def test_a_starved_step_and_a_slow_model_are_told_apart(step_report, loader_report):
+def test_balance_names_the_bottleneck(step_report, loader_report):
     """The engine gives 100 rows/s with 4 CPUs; a step is 4 rows."""
     assert loader_report.rows_per_s == 100
     _, said, cpus = balance(loader_report, at(step_report, 0.04, 0.02))  # computes 0.02 s: 200 rows/s

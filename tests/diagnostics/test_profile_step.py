@@ -99,7 +99,7 @@ PLANTED = {
 }
 
 
-def test_planted_time_shows_up_in_its_phase_and_no_other(run, tmp_path, monkeypatch, clock):
+def test_planted_time_is_attributed_to_its_phase(run, tmp_path, monkeypatch, clock):
     """Also of waiting for data, 256 s a batch; and all phases of a step sum to it, exactly."""
     expected = {"data_wait": 2.0 * 256}
     for phase, (owner, name, wrap, seconds, times) in PLANTED.items():
@@ -112,7 +112,7 @@ def test_planted_time_shows_up_in_its_phase_and_no_other(run, tmp_path, monkeypa
     assert rank.block_step_s == dict.fromkeys(("untouched", "timed", "synchronized"), [sum(expected.values())] * 3)
 
 
-def test_what_is_notable_in_most_blocks_is_named_the_largest_first(report):
+def test_advice_is_sorted_by_share_and_ignores_rare_slow_blocks(report):
     """A few slow blocks are no finding: another program took the machine."""
     shares = dict.fromkeys(report.phases, (0.0, 0.0)) | {"forward": (0.5, 0.4), "data_wait": (0.16, 0.01)}
 
@@ -128,7 +128,7 @@ def test_what_is_notable_in_most_blocks_is_named_the_largest_first(report):
     assert said() == ["The optimizer is 70% of a ", "Waiting for data is 60% of"]
 
 
-def test_the_spread_of_a_share_is_over_blocks(run, report):
+def test_share_quartiles_are_computed_over_blocks(run, report):
     """Quartiles of shares over blocks of two steps, beside numpy."""
     forward, wait = [1.0, 1, 2, 2, 3, 3, 4, 4], [1.0, 3, 1, 3, 1, 3, 1, 3]
     none = dict.fromkeys(report.ranks[0].timed.exposed, [0.0] * 8)
@@ -139,7 +139,7 @@ def test_the_spread_of_a_share_is_over_blocks(run, report):
     assert found.quartiles == pytest.approx(np.quantile(of_blocks, (0.25, 0.75))) and found.share == 20 / 36
 
 
-def test_a_checkpoint_is_timed_apart(run, tmp_path, clock):
+def test_checkpoint_time_is_separate_from_phases(run, tmp_path, clock):
     calls = []
 
     class Writer(in_process.NoCheckpoints):
@@ -154,7 +154,7 @@ def test_a_checkpoint_is_timed_apart(run, tmp_path, clock):
     assert "checkpoint" not in rank.timed.exposed
 
 
-def test_watching_changes_nothing(run, tmp_path):
+def test_profiled_training_is_bitwise_equal(run, tmp_path):
     """The same parameters to the bit, watched and not."""
     settings, watched = watched_run(run, tmp_path, "--profile_steps=2")
     clock = step_clock.StepClock(settings.passes(1), settings.block_steps, torch.device("cpu"))
@@ -169,7 +169,7 @@ def test_watching_changes_nothing(run, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_of_the_communication_is_hidden(device):
+def test_hidden_communication_is_overlap_with_computation(device):
     """Collectives at 0-4, 2-6 and 10-12 us; computation at 5-7 and at 11-20: 2 of 8 us are hidden."""
     kind = {"cpu": DeviceType.CPU, "cuda": DeviceType.CUDA}[device]
     collective, compute = {
@@ -196,7 +196,7 @@ def test_what_of_the_communication_is_hidden(device):
     assert step_clock.communication_times(events[3:6], torch.device(device)) == (0, 0)
 
 
-def test_passes_alternate_and_take_turns_in_going_first(run):
+def test_passes_alternate_in_blocks(run):
     long = replace(run, config=replace(run.config, log_freq=50))
     settings = Settings.of(parse_options(["--profile_steps=20", "--profile_warmup=3", "--profile_sync"])[0], long)
     assert (settings.block_steps, settings.steps, settings.warmup) == (4, 20, 4)
@@ -215,7 +215,7 @@ def test_passes_alternate_and_take_turns_in_going_first(run):
 # --- options ----------------------------------------------------------------------------------------------
 
 
-def test_every_environment_variable_changes_what_it_should(run, monkeypatch):
+def test_environment_variables_set_options(run, monkeypatch):
     default = Settings.of(parse_options([])[0], run)
     assert (default.steps, default.warmup, default.fused_adamw, default.checkpoint) == (100, 20, True, True)
     given = {
@@ -238,7 +238,7 @@ def test_every_environment_variable_changes_what_it_should(run, monkeypatch):
 
 
 @pytest.mark.parametrize(("argv", "search"), [([], None), (["--find_unused_params"], True)])
-def test_ddp_searches_where_it_is_told_to(run, tmp_path, monkeypatch, argv, search):
+def test_find_unused_params_reaches_ddp(run, tmp_path, monkeypatch, argv, search):
     class BuiltError(Exception):
         pass
 
@@ -251,7 +251,7 @@ def test_ddp_searches_where_it_is_told_to(run, tmp_path, monkeypatch, argv, sear
         profile_worker(*watched_run(run, tmp_path, *argv))
 
 
-def test_what_the_settings_do(run, tmp_path, monkeypatch):
+def test_fused_adamw_and_no_optim_settings(run, tmp_path, monkeypatch):
     loss, _ = build_model(run.policy, torch.device("cpu"))
     plain = Settings.of(parse_options([])[0], run)
     assert profile_step.make_optimizer(plain, run.policy, loss, run.job.steps).optimizer.param_groups[0]["fused"]
@@ -281,7 +281,7 @@ def test_what_the_settings_do(run, tmp_path, monkeypatch):
         (["--compare", "a.json", "b.json", "--html=page.html"], {}, "--compare takes two results, and no other flags"),
     ],
 )
-def test_wrong_options_end_with_status_2_and_say_so(argv, environment, message, monkeypatch, capsys, tmp_path):
+def test_invalid_options_exit_with_status_2(argv, environment, message, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -289,7 +289,7 @@ def test_wrong_options_end_with_status_2_and_say_so(argv, environment, message, 
     assert message in capsys.readouterr().err
 
 
-def test_what_the_fused_kernel_alone_can_do_is_not_asked_of_another(run):
+def test_unfused_adamw_is_refused_for_shards_and_other_optimizers(run):
     """Shards; a worker on its own has none."""
     options, _ = parse_options(["--fused_adamw=false"])
 
@@ -309,7 +309,7 @@ def test_what_the_fused_kernel_alone_can_do_is_not_asked_of_another(run):
 # --- results ----------------------------------------------------------------------------------------------
 
 
-def test_the_json_holds_everything_and_nothing_else(report, tmp_path):
+def test_step_json_round_trip_refuses_other_schemas(report, tmp_path):
     report.write(tmp_path / "a.json")
     assert StepReport.read(tmp_path / "a.json") == report
     raw = json.loads((tmp_path / "a.json").read_text())
@@ -323,7 +323,7 @@ def test_the_json_holds_everything_and_nothing_else(report, tmp_path):
             StepReport.read(tmp_path / "bad.json")
 
 
-def test_the_slowest_rank_is_named(run, report):
+def test_slowest_rank_is_reported(run, report):
     (rank,) = report.ranks
     slow = {name: [3 * x for x in blocks] for name, blocks in rank.block_step_s.items()}
     times = rank.timed.model_copy(update={"full": {p: [2 * x for x in v] for p, v in rank.timed.full.items()}})
@@ -336,7 +336,7 @@ def test_the_slowest_rank_is_named(run, report):
     assert f"1: {2e3 * report.phases['backward'].full.mean:.2f} ms" in profile_step.table(both)
 
 
-def test_overlap_is_what_phases_take_beyond_what_they_add(run, report):
+def test_hidden_time_is_full_minus_exposed_time(run, report):
     (rank,) = report.ranks
     full = rank.timed.full | {"data_wait": [x + 0.05 for x in rank.timed.full["data_wait"]]}
     rank = rank.model_copy(update={"timed": rank.timed.model_copy(update={"full": full})})
@@ -346,7 +346,7 @@ def test_overlap_is_what_phases_take_beyond_what_they_add(run, report):
     assert ": 0.0 ms hidden by overlap" in profile_step.table(report)
 
 
-def test_the_verdict_takes_the_spread_into_account():
+def test_comparison_verdict_accounts_for_spread():
     rng = np.random.default_rng(0)
     quiet, loud = 1 + 0.005 * rng.standard_normal(8), 1 + 0.2 * rng.standard_normal(8)
     clear, unclear = judge(quiet, 1.05 * quiet[::-1]), judge(loud, 1.05 * loud[::-1])
@@ -358,7 +358,7 @@ def test_the_verdict_takes_the_spread_into_account():
         judge([1.0], [1.0])
 
 
-def test_two_results_side_by_side(report, tmp_path, capsys):
+def test_compare_prints_differing_options_and_ratio(report, tmp_path, capsys):
     report = report.model_copy(update={"step_s": {name: [0.1, 0.101, 0.102] for name in report.step_s}})
     slower = {name: [2 * x for x in blocks] for name, blocks in report.step_s.items()}
     settings = report.settings.model_copy(update={"fused_adamw": False})
@@ -376,7 +376,7 @@ def test_two_results_side_by_side(report, tmp_path, capsys):
     assert math.isclose(float(next(line for line in lines if line.startswith("step, untouched")).split()[-1]), 2.0)
 
 
-def test_the_trace_is_on_one_clock(tmp_path):
+def test_trace_events_share_one_clock(tmp_path):
     torch_trace = {
         "baseTimeNanoseconds": 1_000_000_000_000,
         "traceEvents": [{"ph": "X", "ts": 5.0, "dur": 10.0, "name": "forward"}, {"ph": "M", "name": "process_name"}],
@@ -392,7 +392,7 @@ def test_the_trace_is_on_one_clock(tmp_path):
     ]
 
 
-def test_the_page_shows_every_step(report):
+def test_page_charts_every_step(report):
     html = page("A step", "two cores", profile_step.charts(report), profile_step.table(report))
     shares, steps = [svg["aria-label"] for svg in check_page(html).all("svg")]
     assert (
@@ -415,7 +415,7 @@ class At:
         return 1e3 * (end.at_s - self.at_s)
 
 
-def test_what_is_hidden_on_a_gpu_is_told_from_what_is_waited_for():
+def test_gpu_phases_separate_exposed_from_hidden_time():
     """The GPU is busy until 1.4 s, while the host waits for a batch and another stream copies it."""
     marks = [
         # phase, when the host was there, when the computing stream was, when the copying stream was
@@ -434,7 +434,7 @@ def test_what_is_hidden_on_a_gpu_is_told_from_what_is_waited_for():
     assert sum(exposed.values()) == pytest.approx(3.5)
 
 
-def test_events_are_read_when_the_gpu_is_done(run, tmp_path, monkeypatch):
+def test_cuda_events_are_read_after_synchronize(run, tmp_path, monkeypatch):
     calls, device = [], torch.device("cuda", 0)
     monkeypatch.setattr(profile_step.vla, "train", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
@@ -446,7 +446,7 @@ def test_events_are_read_when_the_gpu_is_done(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_events_agree_with_synchronizing(tmp_path_factory, tmp_path):
+def test_cuda_event_times_agree_with_synchronized_times(tmp_path_factory, tmp_path):
     """What events say a phase adds is what a synchronize around it says, where nothing overlaps within it."""
     setting = in_process.make_setting(tmp_path_factory.mktemp("gpu"))
     run = in_process.resolved(setting, **{"scaling.use_gpu": "true", "batch_size": 4})

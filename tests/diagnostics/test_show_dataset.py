@@ -130,7 +130,7 @@ PLANTED = {
 DAMAGED = {"image": (break_an_image, IMAGES), "number": (break_a_number, "episode 0")}
 
 
-def test_files_that_are_missing_are_told_and_the_rest_is_looked_at(clean, tmp_path):
+def test_missing_files_are_reported_and_other_episodes_shown(clean, tmp_path):
     root = shutil.copytree(clean, tmp_path / "holes")
     meta = load_metadata(root)
     (root / meta.data_files[0]).unlink()
@@ -149,7 +149,7 @@ def test_files_that_are_missing_are_told_and_the_rest_is_looked_at(clean, tmp_pa
         look_at(meta)
 
 
-def test_columns_that_are_not_looked_at_need_not_be_readable(copy, shown):
+def test_unknown_feature_dtypes_are_ignored(copy, shown):
     """Annotations and features of later versions, here without a column in the parquet files."""
 
     def annotate(info):
@@ -161,7 +161,7 @@ def test_columns_that_are_not_looked_at_need_not_be_readable(copy, shown):
     assert "no warnings;" in printed and "feature 'observation.sound': dtype is 'audio'" in printed
 
 
-def test_a_clean_dataset_has_no_findings(clean, shown):
+def test_clean_dataset_has_no_findings(clean, shown):
     look = look_at(load_metadata(clean))
     assert look.findings == []
     assert look.rows == sum(EPISODES) and look.episodes.tolist() == [0, 1, 2, 3]
@@ -179,7 +179,7 @@ def test_a_clean_dataset_has_no_findings(clean, shown):
 
 
 @pytest.mark.parametrize("kind", PLANTED)
-def test_a_planted_fault_is_found_and_nothing_else(copy, kind):
+def test_planted_fault_is_the_only_finding(copy, kind):
     plant, named = PLANTED[kind]
     plant(copy)
     (finding,) = look_at(load_metadata(copy)).findings
@@ -188,7 +188,7 @@ def test_a_planted_fault_is_found_and_nothing_else(copy, kind):
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_what_is_damaged_is_said_and_the_rest_is_shown(copy, what, shown):
+def test_damaged_values_are_reported_and_the_rest_shown(copy, what, shown):
     plant, named = DAMAGED[what]
     plant(copy)
     (warning, summary, *_), page = shown(copy)
@@ -197,7 +197,7 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(copy, what, shown):
     assert len(page.all("img")) == dataset_look.MOMENTS * (2 if what == "number" else 1)
 
 
-def test_a_dataset_of_which_no_episode_can_be_read(copy, shown):
+def test_dataset_without_readable_episode(copy, shown):
     edit_json(copy / "meta" / "stats.json", lambda stats: stats["action"].update(max=[9, 1e3, 9]))
     edit_rows(copy, "frame_index", lambda values, *_: values.__iadd__(1))
     *warnings, summary, _ = shown(copy)[0]
@@ -206,7 +206,7 @@ def test_a_dataset_of_which_no_episode_can_be_read(copy, shown):
     assert "0 of 43 rows" in summary
 
 
-def test_the_curves_are_what_lerobot_reads(clean):
+def test_curves_equal_lerobot_rows(clean):
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     look = look_at(load_metadata(clean))
@@ -218,7 +218,7 @@ def test_the_curves_are_what_lerobot_reads(clean):
     np.testing.assert_allclose(look.time_s, rows["timestamp"])
 
 
-def test_statistics_that_are_wrong_are_told_from_data_that_is(tmp_path, shown):
+def test_wrong_statistics_are_distinguished_from_outliers(tmp_path, shown):
     """As where episodes' quantiles were averaged: nothing is an outlier then but what is one of the rows themselves."""
     root = make_dataset(tmp_path / "data", episodes=(30, 31, 29, 30), cameras={}, true_quantiles=False)
     wrong = {"q01": [1.0] * 3, "q99": [1.01] * 3, "max": [9, 1e3, 9]}
@@ -243,7 +243,7 @@ def test_statistics_that_are_wrong_are_told_from_data_that_is(tmp_path, shown):
     assert f"action: of the values, {stored.mean():.1%} ({stored.max():.1%} of motor_" in out
 
 
-def test_statistics_of_long_episodes_are_told_by_all_of_them(tmp_path, monkeypatch):
+def test_statistics_of_long_episodes_are_checked_on_all_rows(tmp_path, monkeypatch):
     """The first rows of an episode are no sample of it: a robot waits, then works."""
     root = make_dataset(tmp_path / "data", episodes=(300, 400), cameras={})
     edit_rows(root, "action", lambda action, episode, frame: action.__setitem__(frame < 60, action[frame < 60] * 0.01))
@@ -259,7 +259,7 @@ def test_statistics_of_long_episodes_are_told_by_all_of_them(tmp_path, monkeypat
     assert again.rows == 60 and not again.outside and "statistics" not in {f.kind for f in again.findings}
 
 
-def test_an_outlier_is_marked_in_chart_and_table(copy, shown):
+def test_outlier_is_marked_in_chart_and_table(copy, shown):
     edit_json(copy / "meta" / "stats.json", lambda stats: stats["action"]["max"].__setitem__(1, 1234.5))
     found = ranges_of(load_metadata(copy), "action")
     assert [r.outliers for r in found] == [False, True, False]
@@ -270,7 +270,7 @@ def test_an_outlier_is_marked_in_chart_and_table(copy, shown):
     assert f"{found[1].scaled(1234.5):.3g}" in page.text  # beside its mark, at the edge of the chart
 
 
-def test_a_strangers_text_stays_text(copy, shown):
+def test_dataset_text_is_escaped_in_page(copy, shown):
     task, name = "<script>alert(1)</script>", '"><img src=x onerror=alert(2)> $\\frac{$ \x01'
     old = load_metadata(copy).tasks[0]
 
@@ -293,7 +293,7 @@ def test_a_strangers_text_stays_text(copy, shown):
     assert len(page.all("img")) == 2 * dataset_look.MOMENTS
 
 
-def test_a_dataset_on_the_hub(clean, tmp_path, capsys, monkeypatch):
+def test_hub_dataset_is_fetched_or_refused_offline(clean, tmp_path, capsys, monkeypatch):
     page = tmp_path / "a folder that is not there yet" / "page.html"
     asked = []
     monkeypatch.setattr(show_dataset, "fetch_dataset", lambda *which: asked.append(which) or (str(clean), "0" * 40))
@@ -304,7 +304,7 @@ def test_a_dataset_on_the_hub(clean, tmp_path, capsys, monkeypatch):
     assert "error: dataset user/robot: the Hub cannot be reached" in capsys.readouterr().err
 
 
-def test_a_dataset_without_cameras_or_statistics(tmp_path, shown):
+def test_dataset_without_cameras_or_statistics(tmp_path, shown):
     root = make_dataset(tmp_path / "data", episodes=(5, 1), cameras={})
     (root / "meta" / "stats.json").unlink()
     (warning, *_), page = shown(root)
@@ -312,7 +312,7 @@ def test_a_dataset_without_cameras_or_statistics(tmp_path, shown):
     assert "The dataset has no cameras." in page.text and "has no ranges" in page.text
 
 
-def test_a_large_dataset_is_sampled_and_the_page_says_so(clean, monkeypatch, shown):
+def test_large_dataset_is_sampled_and_page_reports_it(clean, monkeypatch, shown):
     lengths = np.full(1_000_000, 400)
     chosen = sample_episodes(lengths, 20_000)
     assert lengths[chosen].sum() <= 20_000 and chosen[0] == 0 and chosen[-1] == 999_999
@@ -367,7 +367,7 @@ SUSPECT = {
 }
 
 
-def test_episodes_of_a_clean_dataset_give_no_reason(clean):
+def test_clean_episodes_have_no_reasons(clean):
     scores = list(score_episodes(load_metadata(clean)))
     assert [(score.episode, score.frames, score.reasons) for score in scores] == [
         (episode, frames, ()) for episode, frames in enumerate(EPISODES)
@@ -375,7 +375,7 @@ def test_episodes_of_a_clean_dataset_give_no_reason(clean):
     assert all(score.apart is None for score in scores)  # state and action have other names
 
 
-def test_what_a_run_would_leave_out_and_repeat_is_told(copy, tmp_path, capsys, shown):
+def test_skipped_and_weighted_rows_are_tabulated_per_task(copy, tmp_path, capsys, shown):
     """The second episode of four does not move; they have two tasks in turn, and the first is to come twice."""
     stand_still(copy)
     weights = tmp_path / "weights.json"
@@ -393,7 +393,7 @@ def test_what_a_run_would_leave_out_and_repeat_is_told(copy, tmp_path, capsys, s
     assert "--skip_idle=0.0: must be positive" in capsys.readouterr().err
 
 
-def test_actions_as_tokens_are_told(clean, tmp_path, shown):
+def test_action_tokenizer_length_and_error_are_reported(clean, tmp_path, shown):
     rows = all_rows(clean, ["action"])["action"]
     high = np.quantile(rows, 0.99, axis=0)
     half = (high - np.quantile(rows, 0.01, axis=0)) / 2
@@ -408,7 +408,7 @@ def test_actions_as_tokens_are_told(clean, tmp_path, shown):
     assert "as 1024 tokens" in "".join(shown(clean, "--train.action_tokenizer=fit")[0])
 
 
-def test_how_labels_fell_is_told(clean, tmp_path, shown):
+def test_label_shares_are_tabulated_per_task(clean, tmp_path, shown):
     """Episodes 0 and 2 succeeded, and have one task; the last one has no labels."""
     meta, path = load_metadata(clean), tmp_path / "labels.parquet"
     success = np.repeat([True, False, True], EPISODES[:3])
@@ -426,7 +426,7 @@ def test_how_labels_fell_is_told(clean, tmp_path, shown):
 
 
 @pytest.mark.parametrize("what", list(SUSPECT)[:-1])
-def test_an_episode_to_leave_out_is_scored(copy, what):
+def test_suspect_episode_is_scored_with_reason(copy, what):
     plant, episode, reason = SUSPECT[what]
     plant(copy)
     scores = list(score_episodes(load_metadata(copy)))
@@ -434,7 +434,7 @@ def test_an_episode_to_leave_out_is_scored(copy, what):
     assert reason in "; ".join(scores[episode].reasons)
 
 
-def test_an_episode_to_leave_out_is_listed(copy, tmp_path, shown):
+def test_suspect_episode_is_written_to_scores_and_exclude_list(copy, tmp_path, shown):
     plant, episode, reason = SUSPECT["camera"]
     plant(copy)
     lines, listed = tmp_path / "new" / "scores.jsonl", tmp_path / "other" / "bad.json"
@@ -447,7 +447,7 @@ def test_an_episode_to_leave_out_is_listed(copy, tmp_path, shown):
     assert "1 of 4 episodes give a reason" in page.text and reason in page.text
 
 
-def test_how_far_the_next_state_is_from_the_action(tmp_path):
+def test_distance_of_action_from_next_state(tmp_path):
     """By hand, of a dataset whose actions are states to come; one episode's are not."""
     root = make_dataset(tmp_path / "data", episodes=EPISODES, state_dim=3, cameras={IMAGES: SIZE})
     names = {"names": ["x", "y", "z"]}
@@ -480,7 +480,7 @@ def test_augmented_frames_are_shown_below_the_frame(clean, kind, shown):
     assert "what training makes of it in three epochs" in shown(clean, f"--augmentation={kind}")[1].text
 
 
-def test_a_runs_report_shows_what_its_own_options_make_of_frames(clean, tmp_path):
+def test_report_of_run_applies_its_augmentation(clean, tmp_path):
     write_json(tmp_path / "run.json", {"datasets": [{"root": str(clean)}]})
     for saved, said in ((Config().to_json(), False), (show_dataset.AUGMENTATIONS["openpi"], True)):
         write_json(tmp_path / "config.json", saved)
@@ -490,7 +490,7 @@ def test_a_runs_report_shows_what_its_own_options_make_of_frames(clean, tmp_path
 
 
 @pytest.mark.parametrize("gone", [[0, 1], [1, 2]])
-def test_numbers_without_an_episode_are_no_episodes(copy, tmp_path, shown, gone):
+def test_gaps_in_episode_numbers_are_skipped(copy, tmp_path, shown, gone):
     remove_episodes(copy, gone)
     left = [episode for episode in range(4) if episode not in gone]
     frames = sum(EPISODES[episode] for episode in left)

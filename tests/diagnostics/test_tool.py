@@ -20,7 +20,7 @@ from vla_finetuning.training.stream import RankSchedule
 MASK = "observation.language.attention_mask"
 
 
-def test_gpus_are_those_of_the_clusters_nodes(setting, monkeypatch, capsys):
+def test_gpus_are_counted_on_cluster_nodes(setting, monkeypatch, capsys):
     """A driver on a head node has none. What steps in the driver's own process is refused there before it loads."""
     asked, found = [], []
 
@@ -47,7 +47,7 @@ def test_gpus_are_those_of_the_clusters_nodes(setting, monkeypatch, capsys):
     assert asked == [None] * 3 and found == [True] * 2
 
 
-def test_batches_are_cut_and_weighed_as_in_training(run):
+def test_host_batches_are_cut_and_weighted_as_in_training(run):
     weights = np.arange(run.rows.metas[0].total_frames, dtype=np.float32)
     dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, 1)
     (whole,) = host_batches(replace(run, policy=replace(run.policy, prompts=())), dealt, 1)
@@ -60,7 +60,7 @@ def test_batches_are_cut_and_weighed_as_in_training(run):
     assert ratio[0] > 0 and np.allclose(ratio, ratio[0])
 
 
-def test_a_run_in_a_bucket_is_profiled_through_the_bucket(run):
+def test_bucket_run_is_profiled_in_removed_scratch_folder(run):
     """Its folder is what nodes share; nothing is left there."""
     options, _ = profile_step.parse_options(["--profile_warmup=1", "--profile_steps=2", "--trace=trace.json"])
     with runs_bucket():
@@ -82,7 +82,7 @@ def test_a_run_in_a_bucket_is_profiled_through_the_bucket(run):
         assert [name for name in bucket.names() if "mine" in name] == ["mine/config.json"]
 
 
-def test_the_scratch_folder_of_a_run_that_has_a_whole_bucket_is_in_it(run):
+def test_scratch_folder_of_bucket_root_run_is_in_bucket(run):
     with runs_bucket(), scratch_run(with_config(run, replace(run.config, output_dir="s3://runs"))) as scratch:
         folder = scratch.job.output_dir
         worker = other_process(address(folder))

@@ -8,7 +8,7 @@ from vla_finetuning.rl import batches
 from vla_finetuning.rl.batches import decision_table, group_seed, minibatches, rank_of
 
 
-def test_the_table_has_every_decision_of_the_episodes_that_are_used():
+def test_decision_table_lists_all_decisions_of_used_episodes():
     episode, decision = decision_table(np.array([2, 3, 1]), np.array([True, False, True]))
     assert episode.tolist() == [0, 0, 2] and decision.tolist() == [0, 1, 0]
     nothing, _ = decision_table(np.array([2]), np.array([False]))
@@ -17,7 +17,7 @@ def test_the_table_has_every_decision_of_the_episodes_that_are_used():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("micro_rows", [4, 100])
-def test_ranks_together_compute_every_row_once_in_equally_many_micro_batches(ranks, micro_rows):
+def test_minibatches_cover_each_row_once_with_equal_micro_batch_counts(ranks, micro_rows):
     owner = rank_of(np.repeat(np.arange(12), 7) // 2, ranks)
     options = {"ranks": ranks, "size": 20, "micro_rows": micro_rows, "key": (1, 2, 3)}
     whole = list(minibatches(owner * 0, rank=0, **{**options, "ranks": 1}))
@@ -35,12 +35,12 @@ def test_ranks_together_compute_every_row_once_in_equally_many_micro_batches(ran
     assert not np.array_equal(other[0][1][0], whole[0][1][0])
 
 
-def test_groups_begin_elsewhere_in_every_iteration_and_never_where_held_out_episodes_do():
+def test_group_seeds_are_unique_and_outside_evaluation_seeds():
     seeds = {group_seed(seed, iteration, group) for seed in range(3) for iteration in range(20) for group in range(16)}
     assert len(seeds) == 3 * 20 * 16 and min(seeds) >= 2**31 and max(seeds) < 2**32
 
 
-def test_a_rank_that_remembers_nothing_has_a_row_of_zeros_as_others_have(monkeypatch):
+def test_rank_without_rows_is_padded_with_zero_row_of_other_ranks_shape(monkeypatch):
     theirs = {"tokens": torch.ones(3, 5, dtype=torch.int64), "image": torch.ones(3, 4, 4, 3, dtype=torch.uint8)}
 
     def gather(ranks, mine):

@@ -13,7 +13,7 @@ from vla_finetuning.run.lease import LOCK_NAME
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(1500)
-def test_the_demo_repairs_what_its_demonstrators_did_wrong(tmp_path, no_ray_cluster, monkeypatch):
+def test_grpo_demo_raises_success_rate_over_imitation(tmp_path, no_ray_cluster, monkeypatch):
     """About six minutes on two cores: imitation, 60 iterations, the same fresh scenes before and after."""
     monkeypatch.setattr(grpo, "DEMO_CACHE", tmp_path / "cache")
     run = tmp_path / "run"
@@ -29,7 +29,7 @@ def test_the_demo_repairs_what_its_demonstrators_did_wrong(tmp_path, no_ray_clus
     assert (run / "pretrained_model" / "model.safetensors").is_file() and (run / "report.html").is_file()
 
 
-def test_an_imitation_that_trains_already_is_left_alone(tmp_path, monkeypatch, capsys):
+def test_demo_leaves_locked_imitation_run_alone(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "disobedient-policy"
     (folder / "checkpoints").mkdir(parents=True)
     monkeypatch.setattr(grpo, "prepare_disobedient", lambda cache: tmp_path / "disobedient")

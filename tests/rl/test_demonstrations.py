@@ -47,7 +47,7 @@ def trained(run):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_take_each_row_once_in_equally_many_micro_batches(ranks):
+def test_split_positions_covers_each_row_once_with_equal_micro_batch_counts(ranks):
     for count in range(1, 30):
         each = [split_positions(100, count, rank=rank, ranks=ranks, micro_rows=4) for rank in range(ranks)]
         assert sorted(np.concatenate([p for micros in each for p in micros])) == list(range(100, 100 + count))
@@ -55,7 +55,7 @@ def test_ranks_take_each_row_once_in_equally_many_micro_batches(ranks):
         assert all(len(micro) <= 4 for micros in each for micro in micros)
 
 
-def test_each_row_is_used_once_and_a_resumed_run_goes_on_with_the_next(base, root, tmp_path):
+def test_demonstration_rows_are_used_once_across_resume(base, root, tmp_path):
     """Two iterations are one, a resume and one bit for bit; rows are those of the stream, without a gap."""
     each = {"save_freq": 1, "grpo.eval_every": 1}
     whole, lines, rows = trained(filtered(base, tmp_path / "whole", root, **each))
@@ -68,7 +68,7 @@ def test_each_row_is_used_once_and_a_resumed_run_goes_on_with_the_next(base, roo
     assert not all(torch.equal(whole[name], alone[name]) for name in whole)
 
 
-def test_rows_are_what_imitation_trains_on(base, root, tmp_path):
+def test_demonstration_rows_equal_lerobot_dataset_and_processors(base, root, tmp_path):
     """LeRobot's dataset through LeRobot's processors."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
     from lerobot.policies.factory import make_pre_post_processors
@@ -87,7 +87,7 @@ def test_rows_are_what_imitation_trains_on(base, root, tmp_path):
     assert not found["action_is_pad"].any()
 
 
-def test_half_of_a_minibatch_is_half_of_its_loss(base, root, tmp_path):
+def test_rollouts_and_demonstrations_contribute_equally_to_loss(base, root, tmp_path):
     """By LeRobot's losses in the only update: an own row's is the mean over its four executed steps of ten."""
     changes = {"policy.n_action_steps": 4, "grpo.iterations": 1, "grpo.epochs": 1, "grpo.minibatch": 1000}
     run = filtered(base, tmp_path / "run", root, **changes)
@@ -116,14 +116,14 @@ def test_half_of_a_minibatch_is_half_of_its_loss(base, root, tmp_path):
     assert lines[1]["loss"] == pytest.approx(total / sum(rows.values()), rel=1e-4)
 
 
-def test_what_cannot_be_is_refused(base, root, tmp_path):
+def test_invalid_demonstration_options_are_refused(base, root, tmp_path):
     with pytest.raises(ValueError, match="--grpo.demonstrations=.*only imitation takes them"):
         resolved(base, tmp_path / "run", **{"grpo.demonstrations": root})
     with pytest.raises(FileNotFoundError, match="nowhere"):
         filtered(base, tmp_path / "run", tmp_path / "nowhere")
 
 
-def test_the_dataset_may_lack_a_camera_of_the_policy_and_the_environments_names(base, root, tmp_path):
+def test_demonstrations_may_lack_policy_camera_and_environment_names(base, root, tmp_path):
     """As in training with --dataset.missing_cameras mask."""
     policy, data = (shutil.copytree(folder, tmp_path / folder.name) for folder in (base, root))
     for file in policy.glob("*.json"):
@@ -137,7 +137,7 @@ def test_the_dataset_may_lack_a_camera_of_the_policy_and_the_environments_names(
     assert "observation.images.top" not in run.demonstrations.metas[0].camera_keys
 
 
-def test_a_rank_reads_two_micro_batches_at_once(monkeypatch):
+def test_task_reader_reads_two_micro_batches_ahead(monkeypatch):
     """Tasks hold no CPU, so nothing else limits their processes."""
     started = []
     monkeypatch.setattr(demonstrations, "make_prepare", mock.Mock())
@@ -149,7 +149,7 @@ def test_a_rank_reads_two_micro_batches_at_once(monkeypatch):
 
 @pytest.mark.ray
 @pytest.mark.gate
-def test_tasks_of_a_cluster_whose_cpus_are_all_held_read_them(base, root, tmp_path, ray_cluster):
+def test_read_tasks_run_when_all_cluster_cpus_are_reserved(base, root, tmp_path, ray_cluster):
     """As simulators hold them, which wait meanwhile."""
     run = filtered(base, tmp_path / "run", root)
     source, prepare = run.demonstrations.source(), make_prepare(run.policy, run.demonstrations)

@@ -122,7 +122,7 @@ def metrics(run):
     return [{k: v for k, v in line.items() if not k.endswith("_s") or k == "loss"} for line in lines]
 
 
-def test_four_iterations_are_two_and_a_resume_and_two_bit_for_bit(base, tmp_path):
+def test_resumed_training_is_bitwise_equal_to_uninterrupted(base, tmp_path):
     """Also where groups that are all alike are replaced, and so more episodes are played."""
     changes = {"grpo.kl": 0.01, "seed": 14, "grpo.resample": 1}
     whole, lines = train(resolved(base, tmp_path / "whole", **changes, **{"grpo.iterations": 4}))
@@ -156,7 +156,7 @@ def failing(monkeypatch, fails):
     monkeypatch.setattr(LocalRollouts, "play_here", played)
 
 
-def test_a_scene_that_cannot_be_played_is_left_out_and_a_resume_gets_past_it(base, tmp_path, monkeypatch):
+def test_failed_episodes_are_excluded_from_training_also_after_resume(base, tmp_path, monkeypatch):
     """All of the second group of every iteration, one of the third, and two that are held out."""
     failing(monkeypatch, lambda number, explores: number in ((3, 4, 5, 7) if explores else (0, 1)))
     options = {"grpo.method": "ppo", "save_freq": 1, "grpo.eval_every": 1}
@@ -173,7 +173,7 @@ def test_a_scene_that_cannot_be_played_is_left_out_and_a_resume_gets_past_it(bas
         train(resolved(base, tmp_path / "none", **options))
 
 
-def test_the_value_of_the_state_after_the_time_limit_follows(base, tmp_path, monkeypatch):
+def test_time_limit_bootstraps_value_of_final_state(base, tmp_path, monkeypatch):
     """Of each episode, as the critic judges what gymnasium shows; it is no decision to learn from."""
     noted, find = [], ppo.advantages_and_targets
 
@@ -191,14 +191,14 @@ def test_the_value_of_the_state_after_the_time_limit_follows(base, tmp_path, mon
     assert {(line["decisions"], line["env_steps"]) for line in lines[1:]} == {(24, 240)}
 
 
-def test_the_ratio_is_one_in_the_first_update_of_an_iteration(base, tmp_path):
+def test_first_update_ratio_is_exactly_one(base, tmp_path):
     """Recomputed by the learner in the micro-batches in which it is computed again, and so to the bit."""
     _, lines = train(resolved(base, tmp_path / "run", **{"grpo.minibatch": 1000, "grpo.epochs": 1, "batch_size": 5}))
     assert [line["ratio_off"] for line in lines[1:]] == [0.0, 0.0] and lines[1]["kl"] == 0.0
     assert [line["updates"] for line in lines[1:]] == [1, 1]
 
 
-def test_an_iteration_that_teaches_nothing_is_none_for_all_ranks(monkeypatch):
+def test_iteration_without_used_episodes_has_no_rows_on_any_rank(monkeypatch):
     """With ppo and two workers, where no episode succeeds: there is nothing to judge, and nothing to gather."""
     monkeypatch.setattr(batches.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(batches.dist, "get_world_size", lambda: 2)
@@ -218,7 +218,7 @@ def test_an_iteration_that_teaches_nothing_is_none_for_all_ranks(monkeypatch):
     assert objective.metrics(rollouts, sum_means(torch.zeros(7)))["explained_variance"] is None
 
 
-def test_a_run_that_begins_again_has_one_line_for_the_policy_before(tmp_path, monkeypatch):
+def test_restarted_run_logs_initial_policy_once(tmp_path, monkeypatch):
     state = SimpleNamespace(run=SimpleNamespace(job=SimpleNamespace(output_dir=tmp_path)), worker=Rank(0, 1))
     vars(state).update(step=0, rollouts=None, actor=None, every=lambda _: False)
     state.run.options = SimpleNamespace(eval_every=2)
@@ -235,7 +235,7 @@ def test_a_run_that_begins_again_has_one_line_for_the_policy_before(tmp_path, mo
     assert lines == [0, 1]
 
 
-def test_instructions_that_begin_with_a_robot_do_so_here_too(base, tmp_path):
+def test_robot_prefix_of_instructions_is_applied_and_exported(base, tmp_path):
     """A policy of a run of several robots, trained with --dataset.robot_in_prompt."""
     folder = Path(shutil.copytree(base, tmp_path / "base"))
     (folder / "robot.json").write_text(json.dumps({"robot": "arm", "instructions_begin_with": "arm: "}))
@@ -257,12 +257,12 @@ def test_instructions_that_begin_with_a_robot_do_so_here_too(base, tmp_path):
         resolved(folder, tmp_path / "other", **{"grpo.method": "filtered", "grpo.demonstrations": tmp_path})
 
 
-def test_updates_end_where_the_policy_has_moved_far_enough(base, tmp_path):
+def test_updates_stop_at_target_kl(base, tmp_path):
     _, lines = train(resolved(base, tmp_path / "run", lr=0.01, **{"grpo.target_kl": 1e-6, "grpo.iterations": 1}))
     assert lines[1]["updates"] == 2  # the first, at which it had not moved yet, and the one that showed it
 
 
-def test_only_executed_actions_are_remembered_and_learned_from(base, tmp_path, monkeypatch):
+def test_only_executed_actions_are_stored_and_scored(base, tmp_path, monkeypatch):
     """Four of ten; the network sees the whole chunk, and the plan counts what is held."""
     seen, log_prob = set(), sampler.log_prob
 
@@ -284,7 +284,7 @@ def test_only_executed_actions_are_remembered_and_learned_from(base, tmp_path, m
 
 
 @pytest.mark.parametrize("explore", [True, False])
-def test_relative_actions_of_more_rows_than_a_batch(tmp_path, explore):
+def test_relative_actions_across_inference_batches_match_lerobot(tmp_path, explore):
     """Five decisions, two at once: each row's actions are absolute from its own state, as LeRobot's processors say."""
     folder = make_base(tmp_path / "base", use_relative_actions=True)
     run = resolved(folder, tmp_path / "run", **{"grpo.inference_batch": 2})
@@ -320,7 +320,7 @@ def two(rank, world, run):
     ("seed", "method", "resample", "kl"),
     [(14, "grpo", 0, 0.1), (14, "ppo", 1, 0.0)],
 )
-def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed, method, resample, kl):
+def test_two_ranks_equal_one_with_twice_the_groups(base, tmp_path, seed, method, resample, kl):
     """Also where micro-batches differ in size and one of the two has none of a minibatch's rows, or of replacements.
 
     With seed 14 and none replaced, one of the two has nothing to learn from at all.
@@ -347,7 +347,7 @@ def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed, metho
     assert -0.001 < line["step_s"] - spent < 0.5 * line["step_s"]  # each is rounded
 
 
-def test_ppo_compares_each_decision_with_its_critic(base, tmp_path):
+def test_ppo_advantages_equal_plain_gae_and_export_omits_critic(base, tmp_path):
     """Advantages are those of a plain loop over the episodes; the critic learns; the export is the policy alone."""
     noted = []
     prepare = PPO.prepare
@@ -384,7 +384,7 @@ def test_ppo_compares_each_decision_with_its_critic(base, tmp_path):
     assert learned and all(torch.equal(exported[name], whole[name]) for name in learned)
 
 
-def test_a_success_is_worth_one_in_the_decision_that_had_it():
+def test_success_reward_is_given_at_successful_decision():
     line = {"rewards": (0.5, 2.0, -1.0), "success_decision": 1}
     lines = {0: line, 1: {**line, "success_decision": None}}
     success, returns = (RolloutGroup(np.arange(2)[None], lines, reward) for reward in ("success", "return"))
@@ -395,7 +395,7 @@ def test_a_success_is_worth_one_in_the_decision_that_had_it():
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
 
-def test_rewards_that_never_differ_are_said_after_the_first_iteration(base, tmp_path):
+def test_constant_rewards_are_refused_after_first_iteration(base, tmp_path):
     run = resolved(base, tmp_path / "run", seed=13)
     with pytest.raises(ValueError, match="0 of 12 episodes succeeded.*more imitation.*--grpo.noise_level"):
         train(run)
@@ -405,7 +405,7 @@ def test_rewards_that_never_differ_are_said_after_the_first_iteration(base, tmp_
     groups.check_first(run.options, 1, played, torch.zeros(4, 3))  # later it may happen
 
 
-def test_a_reset_that_does_not_decide_the_state_is_said():
+def test_nondeterministic_reset_is_refused():
     lines = {n: {"initial_state": str(n == 1), "error": None} for n in range(3)}
     with pytest.raises(ValueError, match="reset.* does not decide"):
         groups._check_alike(lines, 3)
@@ -428,12 +428,12 @@ def test_a_reset_that_does_not_decide_the_state_is_said():
         ({"rename_map": '{"observation.images.tpo": "observation.images.top"}'}, "does not show .*tpo; it shows .*top"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(base, tmp_path, changes, message):
+def test_invalid_options_are_refused_by_name(base, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         resolved(base, tmp_path / "run", **changes)
 
 
-def test_a_policy_of_another_kind_is_refused(base, tmp_path):
+def test_policy_without_action_density_is_refused(base, tmp_path):
     config = json.loads((base / "config.json").read_text())
     other = Path(shutil.copytree(base, tmp_path / "act"))
     kept = ("input_features", "output_features", "device")
@@ -442,7 +442,7 @@ def test_a_policy_of_another_kind_is_refused(base, tmp_path):
         resolved(other, tmp_path / "run")
 
 
-def test_the_plan_says_how_long_an_iteration_takes_and_what_it_waits_for(base, tmp_path):
+def test_plan_estimates_iteration_time_memory_and_bottleneck(base, tmp_path):
     """Of 12 episodes of 20 steps that look twice each, in two processes; and how much memory it needs."""
     simulated = Simulated(reset_s=0.5, step_s=0.01, render_s=0.1)
     run = resolved(base, tmp_path / "run")
@@ -473,7 +473,7 @@ def in_lists(base, folder, **changes):
     return resolved(base, folder, **{**lists, "eval.n_episodes": 2, **changes})
 
 
-def test_no_group_begins_where_evaluation_does(base, tmp_path, monkeypatch):
+def test_training_groups_avoid_reserved_initial_states(base, tmp_path, monkeypatch):
     """By the state that the environment itself came to after its reset."""
     run, began = in_lists(base, tmp_path / "run", **{"grpo.iterations": 2}), {True: [], False: []}
     play = LocalRollouts.play_here
@@ -503,7 +503,7 @@ def test_no_group_begins_where_evaluation_does(base, tmp_path, monkeypatch):
     assert {task for task, *_ in began[True]} == {"near/0", "near/1", "far/0"}
 
 
-def test_a_replaced_group_begins_elsewhere_where_the_list_has_come_round(base, tmp_path, monkeypatch):
+def test_replaced_group_uses_another_initial_state(base, tmp_path, monkeypatch):
     """Six groups are each of two states of three tasks once."""
     run, played = in_lists(base, tmp_path / "run", **{"grpo.groups": 6}), []
     rollouts = SimpleNamespace(play_here=lambda episodes, *_, **__: played.append(episodes) or {})
@@ -515,7 +515,7 @@ def test_a_replaced_group_begins_elsewhere_where_the_list_has_come_round(base, t
     assert set(first) == set(again) and not any(map(tuple.__eq__, first, again))
 
 
-def test_fresh_episodes_begin_in_reserved_states_too(base, tmp_path, monkeypatch):
+def test_before_after_episodes_use_reserved_initial_states(base, tmp_path, monkeypatch):
     """With other noise than the held-out ones. Code of both policies is trusted as in training."""
     run, fresh, trusted = in_lists(base, tmp_path / "run", **{"policy.trust_remote_code": "true"}), [], []
     (run.job.output_dir / "pretrained_model").symlink_to(base)
@@ -532,7 +532,7 @@ def test_fresh_episodes_begin_in_reserved_states_too(base, tmp_path, monkeypatch
     assert len({*held_out, *fresh}) == len(held_out) + -(-before_after.FRESH_EPISODES // 3)
 
 
-def test_the_plan_says_which_states_are_held_out_and_a_resume_keeps_them(base, tmp_path):
+def test_plan_lists_reserved_states_and_resume_requires_the_same(base, tmp_path):
     run = in_lists(base, tmp_path / "run")
     plan = describe_grpo(run)
     assert "Held out     6 episodes before the first iteration and every 2, by the deterministic sampler" in plan

@@ -253,7 +253,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("method", CASES)
-def test_every_number_is_a_plain_computation(base, tmp_path, method):
+def test_metrics_equal_plain_numpy_computation(base, tmp_path, method):
     options = {"grpo.method": method, "grpo.groups": GROUPS, "grpo.group_size": SIZE, "grpo.iterations": ITERATIONS}
     options |= {"lr": PEAK_LR, "grpo.warmup": WARMUP, "eval.n_episodes": HELD_OUT, "train.max_nonfinite": 1}
     watched = Watched(resolved(base, tmp_path / "run", **options, **CASES[method]))

@@ -28,7 +28,7 @@ def used_by(objective, returns, success=None):
     return objective.select_episodes(SimpleNamespace(returns=returns, success=success))
 
 
-def test_advantages_compare_within_a_group(loss):
+def test_advantages_and_used_episodes_per_group(loss):
     returns = torch.tensor([[1.0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]])
     objective = GRPO(loss, SDE, GrpoOptions())
     worth, used = objective.advantages(returns), used_by(objective, returns)
@@ -59,7 +59,7 @@ def test_advantages_compare_within_a_group(loss):
     assert not used_by(ppo, 0 * returns).any() and used_by(ppo, -returns).all()
 
 
-def test_the_clip_is_ppos_and_its_gradient_ends_where_it_says():
+def test_clipped_loss_matches_ppo_and_flags_zero_gradient():
     ratio = torch.tensor([0.5, 0.9, 1.0, 1.25, 1.5, 3.0, 5.0]).repeat(2).requires_grad_()
     advantage = torch.tensor([2.0] * 7 + [-2.0] * 7)
     loss, flat = clipped(ratio, advantage, 0.2, 0.3, dual=3.0)
@@ -94,7 +94,7 @@ def close(found, expected, tolerance=1e-5):
         torch.testing.assert_close(found[name], expected[name], atol=tolerance * largest, rtol=1e-3)
 
 
-def test_the_first_ratio_is_exactly_one_and_the_gradient_that_of_reinforce(loss):
+def test_first_ratio_is_one_and_gradient_equals_reinforce(loss):
     batch = micro_batch(loss)
     objective = make_objective(loss, GrpoOptions())
     value, found, after = gradients(objective, batch)
@@ -111,7 +111,7 @@ def walk_of(batch):
 
 
 @pytest.mark.parametrize("method", ["grpo", "filtered"])
-def test_rows_of_weight_zero_change_nothing(loss, method):
+def test_rows_of_weight_zero_have_no_effect(loss, method):
     """Whatever is in them, and in no objective."""
     objective = make_objective(loss, GrpoOptions(method=method, kl=0.1 if method == "grpo" else 0.0))
     batch = micro_batch(loss)
@@ -129,7 +129,7 @@ def test_rows_of_weight_zero_change_nothing(loss, method):
     np.testing.assert_allclose(list(sum_means(after.sums).values()), list(sum_means(alone.sums).values()), atol=2e-3)
 
 
-def test_the_divergence_from_the_start_is_that_of_torchs_normals(loss):
+def test_kl_to_start_policy_equals_torch_normal_kl(loss):
     batch = micro_batch(loss, advantage=torch.zeros(6))
     other = PI05Loss(make_policy(seed=1))
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_the_divergence_from_the_start_is_that_of_torchs_normals(loss):
 # ---- the critic of ppo ----------------------------------------------------------------------------------------------
 
 
-def test_advantages_of_decisions_are_a_sum_of_discounted_errors():
+def test_gae_equals_sum_of_discounted_td_errors():
     """As in the definition, where ours goes backwards once (Schulman et al., equation 16)."""
     rng = np.random.default_rng(0)
     rewards, values = rng.normal(size=7).tolist(), rng.normal(size=7).tolist()
@@ -161,7 +161,7 @@ def test_advantages_of_decisions_are_a_sum_of_discounted_errors():
     np.testing.assert_allclose(advantages_and_targets(rewards, values, 0.9, 0.8, after=2.5)[0], expected)
 
 
-def test_the_value_head_attends_to_what_counts_and_leaves_the_policy_alone(loss):
+def test_value_head_equals_plain_attention_without_policy_gradient(loss):
     batch = inputs(loss, 4)
     head = make_value_head(loss.value_layers(), seed=3, outputs=2)
     with torch.no_grad():
@@ -187,7 +187,7 @@ def test_the_value_head_attends_to_what_counts_and_leaves_the_policy_alone(loss)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_ppos_gradient_of_the_policy_is_grpos_for_the_same_advantages(loss):
+def test_ppo_policy_gradient_equals_grpo_for_equal_advantages(loss):
     batch = micro_batch(loss)
     batch |= {"value": torch.zeros(6), "target": torch.linspace(0, 1, 6)}
     both = {name: make_objective(loss, GrpoOptions(method=name)) for name in ("grpo", "ppo")}

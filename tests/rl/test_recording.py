@@ -53,7 +53,7 @@ def run(base, tmp_path_factory):
     return run
 
 
-def test_an_episode_that_does_not_repeat_is_left_out_of_the_dataset(run, tmp_path, capfd, monkeypatch):
+def test_episode_that_does_not_replay_is_left_out_of_dataset(run, tmp_path, capfd, monkeypatch):
     """Its environment ends in another state, or fails; others are written, and where none is that is an error."""
     first, second, third = list(read_episodes(run))[:3]
     elsewhere = {**second[0], "final_state": "another"}, second[1]
@@ -77,7 +77,7 @@ def test_an_episode_that_does_not_repeat_is_left_out_of_the_dataset(run, tmp_pat
     assert not (tmp_path / "none").exists()
 
 
-def test_an_expert_that_raises_costs_its_episode_alone(tmp_path, monkeypatch):
+def test_expert_error_skips_only_its_episode(tmp_path, monkeypatch):
     config = env_config("two_bins", ["--episode_length=40"])
 
     def play(env, seed, error=ValueError):
@@ -98,7 +98,7 @@ def test_an_expert_that_raises_costs_its_episode_alone(tmp_path, monkeypatch):
         write_share(tmp_path / "none", makers, partial(play, error=ContractError), share, config)
 
 
-def test_an_environment_that_hangs_ends_the_process_that_writes(tmp_path, monkeypatch):
+def test_recording_limits_environment_time_and_reports_dead_task(tmp_path, monkeypatch):
     limits = []
     monkeypatch.setattr(stage, "_limit", lambda seconds: limits.append(seconds) or nullcontext())
     config = env_config("two_bins", ["--episode_length=40"])
@@ -115,12 +115,12 @@ def test_an_environment_that_hangs_ends_the_process_that_writes(tmp_path, monkey
         record_dataset(tmp_path / "none", {task: make}, play, share, config, about, "nothing")
 
 
-def test_a_node_that_does_not_share_the_path_is_named(tmp_path):
+def test_unshared_recording_path_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"does not see {tmp_path / 'parts'}.*a path that all nodes share"):
         write_share(tmp_path / "parts" / "0", {}, play_expert, [], env_config("two_bins"))
 
 
-def test_an_empty_mount_point_is_refused(tmp_path, monkeypatch):
+def test_mount_point_as_dataset_root_is_refused(tmp_path, monkeypatch):
     """A finished dataset replaces its folder."""
     monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
     with pytest.raises(ValueError, match="--root=.* is a mount point, which no finished dataset can replace"):
@@ -128,7 +128,7 @@ def test_an_empty_mount_point_is_refused(tmp_path, monkeypatch):
     assert is_free(tmp_path / "new", "--root")
 
 
-def test_every_other_iteration_is_written_down(run):
+def test_every_second_iteration_is_recorded(run):
     folder = run.job.output_dir / "rollouts"
     assert [path.name for path in sorted(folder.iterdir())] == ["000000-0.jsonl", "000002-0.jsonl"]
     episodes = list(read_episodes(run))
@@ -140,7 +140,7 @@ def test_every_other_iteration_is_written_down(run):
     assert list(read_episodes(replace(run, config=fewer)))[-1][0] == episodes[run.episodes - 1][0]
 
 
-def test_the_dataset_is_what_gymnasium_shows_for_these_actions(run, tmp_path):
+def test_recorded_dataset_equals_gymnasium_replay(run, tmp_path):
     episodes = list(read_episodes(run))
     root, share = tmp_path / "dataset", [(line["task"], (line, actions)) for line, actions in episodes]
     play = partial(replay_frames, Eyes(run.scene.env, run.policy.config))
@@ -161,7 +161,7 @@ def test_the_dataset_is_what_gymnasium_shows_for_these_actions(run, tmp_path):
     assert row == len(dataset)
 
 
-def test_what_is_learned_is_the_same_without(run, base, tmp_path):
+def test_recording_does_not_change_training(run, base, tmp_path):
     plain = resolved(base, tmp_path / "run", **OPTIONS)
     assert train_as(plain)
     losses = [
@@ -173,7 +173,7 @@ def test_what_is_learned_is_the_same_without(run, base, tmp_path):
     assert pending_dataset(plain) is None
 
 
-def test_it_is_written_once_and_replaces_nothing(run, monkeypatch):
+def test_dataset_is_written_once_and_existing_one_is_not_replaced(run, monkeypatch):
     written = []
 
     def record(root, makers, eyes, episodes, about):
@@ -193,7 +193,7 @@ def test_it_is_written_once_and_replaces_nothing(run, monkeypatch):
         pending_dataset(run)
 
 
-def test_iterations_that_were_played_without_it_are_missed(base, tmp_path, monkeypatch):
+def test_recording_refuses_missing_iterations(base, tmp_path, monkeypatch):
     late = resolved(base, tmp_path / "run", **{**OPTIONS, "grpo.record_dataset": tmp_path / "dataset"})
     monkeypatch.setattr(grpo, "steps_done", lambda job: 1)
     grpo.plan(late)  # a demo that starts again, over an earlier run's checkpoints
@@ -205,7 +205,7 @@ def test_iterations_that_were_played_without_it_are_missed(base, tmp_path, monke
         record_rollouts(late)
 
 
-def test_in_a_bucket_as_on_a_disk(run, base, tmp_path, monkeypatch):
+def test_recording_in_bucket_equals_disk_after_restart(run, base, tmp_path, monkeypatch):
     """Stopped after two iterations, when an attempt with two processes had begun the third."""
     monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
     url = "s3://runs/learned/run"

@@ -12,7 +12,7 @@ SUCCESS = np.array([True, False, False, True])
 LONGEST = np.array([9, 9, 9, 4])
 
 
-def test_returns_are_the_sum_of_what_is_to_come():
+def test_returns_equal_sum_of_future_rewards():
     """Reward by reward."""
     expected = []
     for length, success, longest in zip(LENGTH, SUCCESS, LONGEST, strict=True):
@@ -22,7 +22,7 @@ def test_returns_are_the_sum_of_what_is_to_come():
 
 
 @pytest.mark.parametrize("horizon", [1, 3, 50])
-def test_advantages_are_rewards_up_to_the_horizon_and_the_value_there(horizon):
+def test_advantages_equal_n_step_returns_minus_value(horizon):
     returns = episode_returns(LENGTH, SUCCESS, LONGEST, 1.0)
     value = np.random.default_rng(0).uniform(-1, 0, len(returns)).astype(np.float32)
     expected, first = [], 0
@@ -36,7 +36,7 @@ def test_advantages_are_rewards_up_to_the_horizon_and_the_value_there(horizon):
     np.testing.assert_allclose(advantages(returns, value, LENGTH, horizon), expected, atol=1e-6)
 
 
-def test_labels_are_above_their_tasks_quantile():
+def test_positive_labels_are_above_quantile_of_their_task():
     rng = np.random.default_rng(0)
     advantage, task = rng.normal(size=400).astype(np.float32), np.repeat([0, 1], 200)
     advantage[200:] += 10.0  # a task of its own
@@ -51,7 +51,7 @@ def test_labels_are_above_their_tasks_quantile():
     assert label_positive(advantage, task, corrected, 1.0).all()
 
 
-def test_auroc_is_the_share_of_pairs_in_the_right_order():
+def test_auroc_equals_share_of_ordered_pairs():
     rng = np.random.default_rng(0)
     score, truth = rng.integers(0, 5, 60).astype(float), rng.random(60) < 0.4
     pairs = [(t > f) + 0.5 * (t == f) for t in score[truth] for f in score[~truth]]
@@ -60,7 +60,7 @@ def test_auroc_is_the_share_of_pairs_in_the_right_order():
 
 
 @pytest.mark.parametrize(("positives", "negatives", "apart"), [(3, 3, 0.0), (3, 3, 3.0), (4, 16, 1.0), (30, 30, 0.0)])
-def test_an_interval_holds_the_truth_in_95_of_100_samples(positives, negatives, apart):
+def test_auroc_interval_covers_true_auroc(positives, negatives, apart):
     """Of normal scores, whose AUROC is known: Phi(apart / sqrt(2)). Few rows too, where all pairs are in order."""
     rng, truth = np.random.default_rng(0), np.repeat([True, False], [positives, negatives])
     samples = rng.normal(size=(300, len(truth))) + apart * truth

@@ -26,7 +26,7 @@ def draw(sde, loss, rows, seed=0):
 
 
 @pytest.mark.parametrize("one", [False, True])
-def test_what_was_drawn_is_scored_with_the_density_it_was_drawn_from(loss, one):
+def test_scores_equal_torch_normal_density_of_lerobot_velocity(loss, one):
     """Mean and deviation of every recorded step, from LeRobot's own velocity at the recorded point."""
     sde, batch = FlowSDE(5, 0.6, one), inputs(loss)
     draws = draw(sde, loss, 6)
@@ -67,7 +67,7 @@ def lerobots_velocity(model, embedded, x, t):
     return model.denoise_step(prefix_pad_masks=pads, past_key_values=cache, x_t=x, timestep=t)
 
 
-def test_without_noise_it_is_lerobots_sampler(loss, monkeypatch):
+def test_sampler_without_noise_equals_lerobot(loss, monkeypatch):
     steps = 10
     monkeypatch.setattr(loss.policy.config, "num_inference_steps", steps)
     batch, draws = inputs(loss), draw(SDE, loss, 6)
@@ -99,7 +99,7 @@ class Mixture(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("level", "one"), [(0.6, False), (0.6, True)])
-def test_the_marginals_are_those_of_the_sampler_without_noise(level, one):
+def test_sde_marginals_equal_ode_marginals(level, one):
     """For a distribution whose velocity is known exactly; in many steps, as both are discretised."""
     rows, steps, width = 4000, 60, 3
     sde = FlowSDE(steps, level, one)
@@ -122,7 +122,7 @@ def apart(a, b):
     return float((a.flatten().quantile(levels) - b.flatten().quantile(levels)).abs().max())
 
 
-def test_gradients_of_the_density_are_autograds_through_the_plain_forward(loss):
+def test_score_gradient_of_all_steps_equals_sum_over_single_steps(loss):
     """All steps of a decision in one suffix over one prefix, as against each by itself."""
     batch, draws = inputs(loss), draw(SDE, loss, 6)
     _, walk = sample(loss, batch, SDE, draws)

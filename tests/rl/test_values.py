@@ -79,14 +79,14 @@ def log_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_checkpoint_holds_the_head_alone(finished):
+def test_checkpoint_contains_only_value_head(finished):
     names = checkpoint_names(latest_checkpoint(finished / "checkpoints"), TRAINABLE)
     assert names and all(name.startswith("critic.") for name in names)
     assert [line["step"] for line in log_of(finished)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("chosen", [(0, 1, 2, 3, 4, 5), (0, 1, 3, 4)])
-def test_labels_and_shown_episodes_of_any_values(setting, chosen, tmp_path, monkeypatch):
+def test_labels_scores_and_curves_equal_plain_numpy(setting, chosen, tmp_path, monkeypatch):
     """Whatever judges frames: all columns, scores and curves against plain numpy, of all episodes and of some."""
     options = {"dataset.episodes": ",".join(map(str, chosen)), "eval_steps": 0}
     run = resolved(setting, output_dir=tmp_path / "run", **options)
@@ -143,7 +143,7 @@ def test_labels_and_shown_episodes_of_any_values(setting, chosen, tmp_path, monk
         assert strip.shape == (32, 40 * min(section.SHOWN_FRAMES, length[n]), 3)
 
 
-def test_the_longest_episode_of_a_task_is_over_all_datasets_and_used_episodes():
+def test_longest_episode_of_task_spans_datasets_and_used_episodes():
     """A task is an instruction, whatever dataset it is in; that of an episode with several is its first."""
     tasks = [[("open",), ("close", "open"), ("open",)], [("close",), (), ("close",)]]
     lengths, used = [[5, 9, 30], [12, 4, 40]], [[0, 1], [0, 1]]
@@ -155,7 +155,7 @@ def test_the_longest_episode_of_a_task_is_over_all_datasets_and_used_episodes():
     assert longest.tolist() == [5, 12, 4]
 
 
-def test_an_episode_that_is_not_judged_is_no_label(setting, tmp_path, monkeypatch):
+def test_frames_without_value_are_refused(setting, tmp_path, monkeypatch):
     run = resolved(setting, output_dir=tmp_path / "run")
     monkeypatch.setattr(values, "judge_frames", lambda *_: [np.where(np.arange(sum(EPISODES)) == 7, np.nan, 0.0)])
     with pytest.raises(RuntimeError, match="1 frames of .* were not judged"):
@@ -186,7 +186,7 @@ def judge_here(setting, finished):
     return values
 
 
-def test_two_workers_are_one_with_twice_the_batch(finished, setting):
+def test_two_workers_equal_one_with_twice_the_batch(finished, setting):
     """The head that two processes trained through Ray, against the same four steps in this one, which measures too."""
     run = resolved(setting, "one", **{"scaling.num_workers": 1, "grad_accum": 2}).training
     with tasks_here():
@@ -202,7 +202,7 @@ def test_two_workers_are_one_with_twice_the_batch(finished, setting):
     assert not torch.equal(start.state_dict()["critic.output.weight"], expected["critic.output.weight"])
 
 
-def test_a_finished_run_labels_anew_by_other_options(finished, setting, monkeypatch):
+def test_finished_run_is_relabelled_without_training(finished, setting, monkeypatch):
     before, judge = pq.read_table(finished / LABELS_NAME), judge_here(setting, finished)
     monkeypatch.setattr(value, "fit", lambda *_: pytest.fail("it trained again"))
     monkeypatch.setattr(values, "judge_frames", lambda run, checkpoint: [judge(np.arange(sum(EPISODES)))])
@@ -212,7 +212,7 @@ def test_a_finished_run_labels_anew_by_other_options(finished, setting, monkeypa
     assert np.mean(after["positive"]) > np.mean(before["positive"])
 
 
-def test_labels_in_a_bucket_are_those_on_the_disk(finished, setting, tmp_path, monkeypatch):
+def test_labels_in_bucket_equal_disk(finished, setting, tmp_path, monkeypatch):
     """And a run that learns from them finds them there."""
     monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
     judge = judge_here(setting, finished)
@@ -240,20 +240,20 @@ def test_labels_in_a_bucket_are_those_on_the_disk(finished, setting, tmp_path, m
             read_labels(as_file("s3://runs/none/labels.parquet"), [meta], [everything])
 
 
-def test_the_report_shows_curves_beside_frames(finished):
+def test_report_shows_value_curves_and_frames(finished):
     text = write_report(finished).read_text()
     assert "Values and labels" in text and "auroc_last_held_out" in text
     assert text.count('class="film" src="data:image/jpeg') == 6  # three episodes of each outcome
     assert "episode 5, failure" in text
 
 
-def test_labels_of_an_earlier_version_are_shown_without_scores(finished, tmp_path):
+def test_labels_without_scores_are_shown(finished, tmp_path):
     pq.write_table(pq.read_table(finished / LABELS_NAME).replace_schema_metadata(None), tmp_path / LABELS_NAME)
     shown = section.values_section(tmp_path)
     assert shown["labels"] == [] and len(shown["episodes"]) == 6
 
 
-def test_advantages_that_know_the_outcome_do_not_count():
+def test_auroc_excludes_advantages_that_include_outcome():
     """Of the frames within the horizon of an episode's end; of values those of the last frames count."""
     rng, length = np.random.default_rng(0), np.array([4, 6, 5, 3])
     to_come, failed = np.repeat(np.cumsum(length), length) - np.arange(18) - 1, np.repeat([True, False] * 2, length)
@@ -273,7 +273,7 @@ def test_advantages_that_know_the_outcome_do_not_count():
     assert "BELOW" not in values.labels_text(unknown)
 
 
-def test_a_value_function_that_sees_no_failure_coming_is_named():
+def test_low_auroc_is_reported_with_remedy():
     scores = dict.fromkeys(("positive", "positive_of_successes", "positive_of_failures"), 0.5)
     for score, least, remedy in ((0.8, 0.8, "more --steps"), (0.6, 0.4, "chance: add episodes"), (0.95, 0.95, "")):
         scores |= {f"auroc{kind}": score for kind in ("_held_out", "_low", "_high", "_last_held_out")}
@@ -283,7 +283,7 @@ def test_a_value_function_that_sees_no_failure_coming_is_named():
         assert f"{score:.3f} ({least:.3f} to {score:.3f}, on held-out episodes) of advantages" in text
 
 
-def test_another_outcome_is_another_run(setting):
+def test_changed_outcome_changes_run_identity(setting):
     run = resolved(setting)
     assert "3 of 6 episodes succeeded" in describe_value(run) and "a value function" in describe_value(run)
     (setting[0] / "other.json").write_text(json.dumps(dict.fromkeys(range(5), 1) | {5: 0}))
@@ -292,7 +292,7 @@ def test_another_outcome_is_another_run(setting):
 
 
 @pytest.mark.parametrize("backbone", ["false", "true"])
-def test_what_the_plan_counts_is_what_is_built_and_its_rates(setting, backbone):
+def test_plan_counts_trainable_parameters_and_learning_rates(setting, backbone):
     rate = {"value.backbone_lr": 1e-4} if backbone == "true" else {}
     run = resolved(setting, **{"value.backbone": backbone, **rate}).training
     loss, _ = build_model(run.policy, torch.device("cpu"))
@@ -304,7 +304,7 @@ def test_what_the_plan_counts_is_what_is_built_and_its_rates(setting, backbone):
     assert rates == ([1.0, 0.1] if backbone == "true" else [1.0])
 
 
-def test_a_resumed_run_finds_what_its_plan_decided(setting):
+def test_saved_config_contains_resolved_options(setting):
     run = resolved(setting)
     saved = run.config.to_json()
     assert saved["dataset"]["statistics"] == run.training.config.dataset.statistics != "auto"
@@ -320,6 +320,6 @@ def test_a_resumed_run_finds_what_its_plan_decided(setting):
         ({"dataset.eval_split": 0.3}, "eval_split=0.3 holds out no episode to compute a loss on"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(setting, changes, said):
+def test_invalid_value_options_are_refused(setting, changes, said):
     with pytest.raises(ValueError, match=said):
         resolved(setting, **changes)
