@@ -15,7 +15,7 @@ from vla_finetuning.options.command_line import parse_evaluate, parse_record
 from vla_finetuning.rollouts.experts import DEFAULTS, resolve_recording
 
 
-def test_metaworld_is_what_its_flags_say(monkeypatch):
+def test_metaworld_config_follows_flags(monkeypatch):
     config = env_config("metaworld", ["--task=hard,metaworld-reach-v3,push-v3", "--image_size=[96,128]"])
     assert config.features["pixels"].shape == (96, 128, 3) and set(config.features) == {"pixels", "agent_pos", ACTION}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
@@ -38,14 +38,14 @@ def test_metaworld_is_what_its_flags_say(monkeypatch):
             env_config("metaworld", [option])
 
 
-def test_an_episode_is_as_long_as_its_environment_lets_it():
+def test_longest_episode_is_step_limit_of_environment():
     assert longest_episode(env_config("two_bins", ["--episode_length=30"])) == 30
     assert longest_episode(env_config("pusht")) == 300
     # As LeRobot's LIBERO, whose configuration has none: what its environments say.
     assert longest_episode(several.SeveralConfig(episode_length=None)) == several.UNLIMITED
 
 
-def test_a_policy_sees_pictures_drawn_as_those_it_was_trained_on(tmp_path):
+def test_render_options_that_differ_from_training_are_refused(tmp_path):
     recorded = env_config("metaworld", ["--image_size=[96,128]", "--render_quality=fast"])
     check_drawn(drawn_for(tmp_path), recorded, tmp_path)  # nothing is known of what it saw
     (tmp_path / "environment.json").write_text(json.dumps({"drawn": how_drawn(recorded)}))
@@ -57,7 +57,7 @@ def test_a_policy_sees_pictures_drawn_as_those_it_was_trained_on(tmp_path):
         check_drawn(drawn_for(tmp_path), env_config("metaworld", ["--image_size=[96,128]"]), tmp_path)
 
 
-def test_the_pages_three_tasks_are_evaluated_as_they_were_recorded():
+def test_documented_commands_record_and_evaluate_with_equal_render_options():
     page = (Path(__file__).parents[2] / "docs" / "simulators.md").read_text().replace("\\\n", "")
     commands = [re.search(rf"python {name}.py (.* \[112,112\].*)", page)[1].split() for name in ("record", "evaluate")]
     recorded, played = parse_record(commands[0]).env_options, parse_evaluate(commands[1]).env_options
@@ -65,7 +65,7 @@ def test_the_pages_three_tasks_are_evaluated_as_they_were_recorded():
     assert drawn[0] == drawn[1] and drawn[0]["image_size"] == [112, 112]
 
 
-def test_a_recording_is_refused_before_anything_starts(tmp_path):
+def test_invalid_recording_options_are_refused(tmp_path):
     (tmp_path / "mine").touch()
     for flags, message in (
         (["--env.type=pusht"], "--env.type=pusht has no scripted expert; those of metaworld, two_bins"),

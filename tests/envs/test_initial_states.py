@@ -21,7 +21,7 @@ from vla_finetuning.rl.resolve import InitialStates, reserve_last
 COUNT = 50
 
 
-def test_training_and_evaluation_share_no_state():
+def test_training_and_evaluation_use_disjoint_initial_states():
     states = reserve_last({"a": COUNT}, 10)["a"]
     assert states.evaluated == range(40, 50)
     trained = [states.number(states.trained, nth) % COUNT for nth in range(200)]
@@ -34,7 +34,7 @@ def test_training_and_evaluation_share_no_state():
         assert [all_of_them.number(own, nth) for nth in range(7)] == [*range(7)]
 
 
-def test_an_environment_says_how_many_states_its_list_has():
+def test_initial_states_are_counted_per_task():
     with mock.patch.object(several, "Started", wraps=several.Started) as made:
         assert initial_state_counts(several.SeveralConfig()) == dict.fromkeys(["near/0", "near/1", "far/0"], 3)
     assert made.call_count == 3  # an environment may take a minute
@@ -88,7 +88,7 @@ def libero(tmp_path, monkeypatch):
     sys.modules.pop("lerobot.envs.libero", None)  # not by `monkeypatch`, which would put it back
 
 
-def test_liberos_states_are_those_that_lerobot_resets_to(libero):
+def test_libero_resets_to_the_reserved_states(libero):
     config = env_config("libero", ["--task=libero_10", "--obs_type=pixels", "--episode_length=9"])
     counts = initial_state_counts(config)
     assert counts == {"libero_10/0": 50, "libero_10/1": 30}
@@ -103,6 +103,6 @@ def test_liberos_states_are_those_that_lerobot_resets_to(libero):
     assert set(set_to[:90]) == set(range(40)) and set(set_to[90:]) == set(range(40, 50))
 
 
-def test_libero_without_its_list_has_none(libero):
+def test_libero_without_init_states_counts_none(libero):
     config = env_config("libero", ["--task=libero_10", "--obs_type=pixels", "--init_states=false"])
     assert initial_state_counts(config) == {}

@@ -75,7 +75,7 @@ def state_of(env):
     return hashlib.sha256(env.unwrapped._env.sim.get_state().flatten().tobytes()).hexdigest()[:16]
 
 
-def test_what_is_seen_is_what_lerobot_sees():
+def test_libero_observations_match_lerobot():
     """In three episodes, the last from the state that the first began in: a reset makes new cameras."""
     rng = np.random.default_rng(0)
     with lerobots(3) as theirs, RenderedOnDemand(lerobots(3)) as ours:
@@ -121,7 +121,7 @@ class Feeling:
 
 
 @pytest.mark.ray
-def test_episodes_in_the_engine_are_those_of_a_plain_loop(ray_cluster, places):
+def test_libero_episodes_match_plain_loop(ray_cluster, places):
     makers = {
         task: partial(made_there, places, maker) for task, maker in task_makers(env_config("libero", FLAGS)).items()
     }

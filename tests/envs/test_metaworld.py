@@ -27,7 +27,7 @@ TEN = "reach-v3,push-v3,pick-place-v3,door-open-v3,drawer-open-v3,button-press-t
     "window-open-v3,basketball-v3,assembly-v3"  # fmt: skip
 
 
-def test_states_and_pictures_are_lerobots():
+def test_metaworld_states_and_images_match_lerobot():
     from lerobot.envs.metaworld import MetaworldEnv
 
     def played(env):
@@ -60,7 +60,7 @@ def test_states_and_pictures_are_lerobots():
             np.testing.assert_array_equal(one, another)
 
 
-def test_size_quality_and_looking_are_as_asked_for():
+def test_image_size_quality_and_rendering_follow_options():
     pictures = {}
     for quality in ("full", "fast"):
         with gymnasium.make(GYM_ID, task="reach-v3", image_size=(48, 64), quality=quality) as env:
@@ -121,7 +121,7 @@ def plain_loop(task, seeds):
 @pytest.mark.parametrize(
     ("tasks", "seeds"), [("peg-insert-side-v3,reach-v3", 2), pytest.param(TEN, 20, marks=pytest.mark.slow)]
 )
-def test_an_expert_in_the_engine_succeeds_as_in_a_plain_loop(ray_cluster, tasks, seeds):
+def test_expert_episodes_match_plain_loop(ray_cluster, tasks, seeds):
     makers = task_makers(env_config("metaworld", [f"--task={tasks}", "--obs_type=environment_state_agent_pos"]))
     lines = []
     play(
@@ -141,7 +141,7 @@ DRAWN = ["--env.image_size=[48,64]", "--env.render_quality=fast"]
 
 
 @pytest.mark.ray
-def test_recorded_episodes_do_the_task_again(ray_cluster, tmp_path, capsys):
+def test_recorded_actions_solve_the_task_when_replayed(ray_cluster, tmp_path, capsys):
     """Pushing takes longer than the episodes here may: its expert fails, which is said, and left out."""
     root, flags = tmp_path / "data", ["--env.type=metaworld", "--env.task=reach-v3,push-v3", "--env.episode_length=52"]
     assert record.main([*flags, DRAWN[0], "--episodes=3", f"--root={root}"]) == 0

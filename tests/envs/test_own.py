@@ -59,7 +59,7 @@ def played(makers, seed=1000, action=0.0):
     return ended[0]
 
 
-def test_the_pages_example_is_played_as_gymnasium_plays_it():
+def test_documented_environment_plays_as_in_gymnasium():
     assert f"```python\n{(Path(__file__).parent / 'point.py').read_text()}```" in DOCS.read_text()
     config = env_config("gym", [f"--task={POINT}"])
     shapes = {config.features_map[key]: feature.shape for key, feature in config.features.items()}
@@ -91,7 +91,7 @@ def test_the_pages_example_is_played_as_gymnasium_plays_it():
         ("Small", r"shows 'pixels' as uint8 \(16, 16, 3\) at its reset: expected uint8 .*\(32, 32, 3\)"),
     ],
 )
-def test_what_no_environment_may_do_ends_the_play(name, message):
+def test_contract_violation_raises(name, message):
     with pytest.raises(ContractError, match=message):
         played(broken(name))
 
@@ -99,11 +99,11 @@ def test_what_no_environment_may_do_ends_the_play(name, message):
 @pytest.mark.parametrize(
     ("name", "message"), [("Lost", r"'agent_pos' is not finite at its reset: \[nan nan nan\]"), ("NaNReward", "nan")]
 )
-def test_a_scene_that_diverges_is_an_error_of_its_episode(name, message):
+def test_non_finite_values_fail_the_episode_alone(name, message):
     assert re.search(message, played(broken(name))["error"])
 
 
-def test_an_end_must_be_known():
+def test_environment_without_step_limit_is_refused():
     message = "has no step limit, so that an episode may never end: register it with max_episode_steps=N"
     with pytest.raises(ValueError, match=message):
         broken("Endless")
@@ -114,11 +114,11 @@ def test_an_end_must_be_known():
     assert played(task_makers(env_config("unlimited_point", named)))["steps"] == 4
 
 
-def test_a_line_is_json():
+def test_infinite_info_value_is_written_as_json():
     assert played(broken("Measured"))["info"] == {"is_success": False, "distance": "inf"}
 
 
-def test_only_a_package_that_can_be_imported_is_one(tmp_path):
+def test_invalid_package_or_task_is_refused(tmp_path):
     with pytest.raises(ValueError, match="--env.discover_packages_path=nowhere_at_all: cannot be imported on .*PYTHON"):
         env_config("two_bins", ["--discover_packages_path=nowhere_at_all"])
     with pytest.raises(ValueError, match="--env.discover_packages_path PACKAGE registers others"):
@@ -133,7 +133,7 @@ def test_only_a_package_that_can_be_imported_is_one(tmp_path):
 
 
 @pytest.mark.gate
-def test_installed_plugins_register_themselves(tmp_path):
+def test_installed_lerobot_plugins_are_discovered(tmp_path):
     """As LeRobot finds them: distributions lerobot_env_*, lerobot_policy_*."""
     for name, source in {
         "lerobot_env_mine": "from lerobot.envs.configs import EnvConfig\nfrom tests.envs.broken_points import "
@@ -165,7 +165,7 @@ IN_A_PACKAGE = [f"--env.discover_packages_path={BROKEN}", "--env.type=unlimited_
 
 @pytest.mark.ray
 @pytest.mark.gate
-def test_a_defect_of_an_environment_ends_the_play_on_a_cluster_too(ray_cluster):
+def test_contract_violation_raises_on_a_cluster(ray_cluster):
     scheduler = Scheduler(broken("Silent"), stages=1, slots=1, cpus=0.5, step_limit_s=60)
     try:
         with pytest.raises(ContractError, match="never said whether it succeeded"):
@@ -181,7 +181,7 @@ def tiny_base(tmp_path_factory):
 
 
 @pytest.mark.ray
-def test_record_and_vla_play_in_an_environment_of_a_package(ray_cluster, tiny_base, tmp_path, capsys):
+def test_record_and_vla_use_environment_of_discovered_package(ray_cluster, tiny_base, tmp_path, capsys):
     """What a run plays, it plays as `evaluate.py` does."""
     root, out = tmp_path / "recorded", tmp_path / "run"
     own = [*IN_A_PACKAGE, "--env.task=Listed-v0"]
@@ -197,7 +197,7 @@ def test_record_and_vla_play_in_an_environment_of_a_package(ray_cluster, tiny_ba
     assert "checkpoints play 3 episodes of each task" in capsys.readouterr().out
 
 
-def test_grpo_learns_in_an_environment_of_ones_own(tiny_base, tmp_path, monkeypatch):
+def test_grpo_trains_in_custom_environment(tiny_base, tmp_path, monkeypatch):
     step, actions = Point.step, []
 
     def noted(self, action):
@@ -213,7 +213,7 @@ def test_grpo_learns_in_an_environment_of_ones_own(tiny_base, tmp_path, monkeypa
     assert len(actions) >= 12 and np.shape(actions) == (len(actions), 3)
 
 
-def test_grpo_workers_use_makers_of_the_driver(tiny_base, tmp_path, monkeypatch):
+def test_grpo_workers_receive_environment_packages_of_driver(tiny_base, tmp_path, monkeypatch):
     """A worker has not imported the packages of --env.discover_packages_path."""
     env = {"env.discover_packages_path": BROKEN, "env.type": "unlimited_point", "env.task": "Listed-v0"}
     run = resolved(tiny_base, tmp_path / "run", **env, **{"env.episode_length": None, "grpo.reserved_states": 1})
@@ -223,7 +223,7 @@ def test_grpo_workers_use_makers_of_the_driver(tiny_base, tmp_path, monkeypatch)
     assert maker.keywords["packages"] == (BROKEN,)
 
 
-def test_states_of_a_list_are_counted_and_recorded_from():
+def test_recording_starts_from_listed_initial_states():
     """Else grpo.py holds none out, and record.py begins each episode in the first one."""
     with pytest.raises(ValueError, match="render_fps=12.5, which is not whole: give --env.fps"):
         env_config("gym", [f"--task={BROKEN}:broken/Listed-v0"])
@@ -234,7 +234,7 @@ def test_states_of_a_list_are_counted_and_recorded_from():
     assert first == pytest.approx([0.0, 0.1, 0.2])
 
 
-def test_of_a_package_only_the_module_with_the_environment_is_imported(tmp_path, monkeypatch):
+def test_only_the_module_that_registers_the_environment_is_imported(tmp_path, monkeypatch):
     package = tmp_path / "lab_of_mine"
     package.mkdir()
     (package / "__init__.py").write_text("from . import points\n")
@@ -247,7 +247,7 @@ def test_of_a_package_only_the_module_with_the_environment_is_imported(tmp_path,
     assert make().reset(seed=0)[0]["agent_pos"].shape == (3,)
 
 
-def test_makers_travel_as_names():
+def test_unpickled_maker_names_missing_package():
     """A process that lacks the package says which, before it needs what was pickled."""
     (make,) = task_makers(env_config("gym", [f"--task={POINT}"])).values()
     make = pickle.loads(pickle.dumps(make))

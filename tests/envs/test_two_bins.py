@@ -50,7 +50,7 @@ def run(env, seed, colour=None):
         yield taken
 
 
-def test_gymnasium_takes_it_for_an_environment(env):
+def test_two_bins_passes_gymnasium_check_env(env):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         # Advice to those who learn from scratch: actions are in cm, as the dataset's are.
@@ -58,7 +58,7 @@ def test_gymnasium_takes_it_for_an_environment(env):
         check_env(env.unwrapped)
 
 
-def test_the_demonstrator_succeeds_where_it_was_told_to_go_and_not_at_the_other_bin(env):
+def test_demonstrator_succeeds_only_at_the_instructed_bin(env):
     for seed in range(12):
         *_, last = run(env, seed)
         assert last[1:] == (1.0, True, False, {"is_success": True, "reached": env.unwrapped.task})
@@ -67,7 +67,7 @@ def test_the_demonstrator_succeeds_where_it_was_told_to_go_and_not_at_the_other_
         assert last[1:] == (0.0, True, False, {"is_success": False, "reached": other})
 
 
-def test_of_many_instructions_each_names_the_bin_that_it_describes():
+def test_each_of_many_instructions_describes_its_bin():
     config = env_config("two_bins", ["--many_instructions=true"])
     sides, seen = {"left": slice(0, 48), "right": slice(48, 96)}, set()
     with gymnasium.make(two_bins.GYM_ID, **config.gym_kwargs) as env:
@@ -101,7 +101,7 @@ def test_of_many_instructions_each_names_the_bin_that_it_describes():
     assert seen == set(wanted)
 
 
-def test_success_at_the_end_is_to_have_stayed_where_an_episode_goes_on():
+def test_success_at_end_requires_staying_if_episode_continues():
     """Reached, left, and returned to: the count of frames is for reaching it alone."""
     config = env_config("two_bins", ["--terminates=false"])
     with gymnasium.make(two_bins.GYM_ID, **config.gym_kwargs) as env:
@@ -122,7 +122,7 @@ def test_success_at_the_end_is_to_have_stayed_where_an_episode_goes_on():
         assert truncated and info["is_success"]
 
 
-def test_success_takes_nearness_and_time(env):
+def test_success_requires_distance_and_dwell_time(env):
     """Both limits, from either side; without success, time ends an episode."""
     env.reset(seed=0)
     ends = [env.step(env.unwrapped._state)[2:4] for _ in range(EPISODE_LENGTH)]
@@ -144,7 +144,7 @@ def test_success_takes_nearness_and_time(env):
     assert reached == [""] * (2 * DWELL_FRAMES - 1) + [bare.task]
 
 
-def test_the_drives_are_slow_and_stay_on_the_table(env):
+def test_motion_is_limited_in_speed_and_to_the_table(env):
     env.reset(seed=0)
     before = env.unwrapped._state.copy()
     far = np.array([1000, 1000, -1000], np.float32)
@@ -158,7 +158,7 @@ def test_the_drives_are_slow_and_stay_on_the_table(env):
             env.step(action)
 
 
-def test_the_seed_fixes_the_episode_and_the_hash_tells_states_apart(env):
+def test_seed_determines_episode_and_hash_distinguishes_states(env):
     def hashes(seed):
         return [env.unwrapped.state_hash() for _ in run(env, seed)]
 
@@ -167,7 +167,7 @@ def test_the_seed_fixes_the_episode_and_the_hash_tells_states_apart(env):
     assert len({hashes(seed)[0] for seed in range(10)}) == 10
 
 
-def test_scenes_are_mixed_and_not_those_of_the_dataset(env):
+def test_scenes_are_balanced_and_absent_from_the_dataset(env):
     seen = []
     for seed in range(1000, 1060):
         env.reset(seed=seed)
@@ -177,7 +177,7 @@ def test_scenes_are_mixed_and_not_those_of_the_dataset(env):
     assert 18 < left < 42 and 18 < sum(task == "red" for _, task in seen) < 42
 
 
-def test_lerobot_sees_the_names_and_shapes_that_the_configuration_says():
+def test_lerobot_features_match_config():
     config = env_config("two_bins", ["--episode_length=30"])
     ((vector,),) = (tasks.values() for tasks in make_env(config, n_envs=1).values())
     seen, _ = vector.reset(seed=1)
@@ -217,7 +217,7 @@ def check_rows(dataset, make, seeds):
 
 
 @pytest.mark.ray
-def test_recorded_episodes_are_what_gymnasium_shows(ray_cluster, tmp_path, capsys):
+def test_recorded_frames_match_gymnasium(ray_cluster, tmp_path, capsys):
     root = tmp_path / "data"
     assert record.main(["--env.type=two_bins", "--episodes=2", f"--root={root}"]) == 0
     assert "2 of 2  two_bins" in capsys.readouterr().out

@@ -6,7 +6,7 @@ from tests.rollouts.test_player import act_config
 from vla_finetuning.evaluation.demo_success import _select_films, is_demo
 
 
-def test_shown_are_a_scene_of_each_instruction_under_every_condition_and_failures():
+def test_films_cover_instructions_conditions_and_failures():
     def line(condition, seed, success):
         instruction = "red" if seed in (1, 2) else "blue"
         named = {"condition": condition, "seed": seed, "instruction": instruction}
@@ -17,7 +17,7 @@ def test_shown_are_a_scene_of_each_instruction_under_every_condition_and_failure
     assert shown == [("trained", 1), ("untrained", 1), ("trained", 3), ("untrained", 3), ("trained", 2), ("trained", 4)]
 
 
-def test_a_policy_that_cannot_play_ends_without_the_scene():
+def test_temporal_ensembling_skips_demo_evaluation():
     demo = SimpleNamespace(preset="demo", is_rehearsal=False)
     config = act_config(chunk_size=6, n_action_steps=1, temporal_ensemble_coeff=0.01)
     assert not is_demo(demo, SimpleNamespace(config=config))

@@ -54,7 +54,7 @@ def evaluated(run):
 
 
 @pytest.mark.ray
-def test_a_run_evaluates_its_checkpoint(ray_cluster, setting, monkeypatch, capsys):
+def test_training_run_evaluates_its_checkpoints(ray_cluster, setting, monkeypatch, capsys):
     """The program, but for its worker group: the run is trained in this process."""
 
     def fit(job, make_trainer):
@@ -150,7 +150,7 @@ def eventually(condition):
         time.sleep(0.02)
 
 
-def test_training_waits_for_nobody_and_the_rest_is_done_at_its_end(run, played):
+def test_training_does_not_wait_and_pending_checkpoints_play_at_its_end(run, played):
     data = ExecutionOptions()
     evaluator = Evaluator(run, policy_at)
     with evaluator.beside(run, data):
@@ -168,7 +168,7 @@ def test_training_waits_for_nobody_and_the_rest_is_done_at_its_end(run, played):
     assert played.threads[0] is not main and played.threads[2] is main
 
 
-def test_a_checkpoint_that_played_before_the_run_was_killed_is_scored_and_not_played_again(run, played):
+def test_played_checkpoint_is_scored_without_replay_after_kill(run, played):
     """Where its line was not written, or half of it, as a full disk leaves it; other checkpoints' lines stay."""
     played.may.set()
     saved(run, 2)
@@ -184,7 +184,7 @@ def test_a_checkpoint_that_played_before_the_run_was_killed_is_scored_and_not_pl
     assert [(line["step"], line["successes"]) for line in evaluations(run.job.output_dir)] == [(2, 2), (4, 3)]
 
 
-def test_a_checkpoint_that_is_trained_again_plays_again(run, played):
+def test_retrained_checkpoint_is_evaluated_again(run, played):
     """The run goes on from step 2: what 4 did before is void, though its line and its episodes are there."""
     played.may.set()
     start_attempt(run.job.output_dir, 0, 1)
@@ -199,7 +199,7 @@ def test_a_checkpoint_that_is_trained_again_plays_again(run, played):
     assert [(line["step"], line["successes"]) for line in evaluations(run.job.output_dir)] == [(2, 3), (4, 0)]
 
 
-def test_of_several_tasks_each_has_its_figures(run, played, monkeypatch):
+def test_scores_are_reported_per_task(run, played, monkeypatch):
     played.may.set()
     saved(run, 4)
     assert Evaluator(run, policy_at).finish() == 0
@@ -213,7 +213,7 @@ def test_of_several_tasks_each_has_its_figures(run, played, monkeypatch):
     assert found == [("reach", 0, 3), ("push", 2, 3)]
 
 
-def test_a_run_that_is_stopped_lets_go_and_one_that_goes_on_does_it(run, played):
+def test_stopped_run_aborts_evaluation_and_resumed_run_completes_it(run, played):
     evaluator = Evaluator(run, policy_at)
     with evaluator.beside(run, ExecutionOptions()):
         saved(run, 2)
@@ -225,7 +225,7 @@ def test_a_run_that_is_stopped_lets_go_and_one_that_goes_on_does_it(run, played)
         eventually(lambda: evaluated(run) == [2])
 
 
-def test_without_capacity_it_is_all_done_at_the_end(run, played, monkeypatch, capsys):
+def test_evaluation_runs_after_training_without_spare_capacity(run, played, monkeypatch, capsys):
     monkeypatch.setattr(during.ray, "cluster_resources", lambda: {"CPU": 2.0})
     data = ExecutionOptions()
     evaluator = Evaluator(run, policy_at)
@@ -241,7 +241,7 @@ def test_without_capacity_it_is_all_done_at_the_end(run, played, monkeypatch, ca
     assert played.steps == [2, 8] and "step 4, 6 was not evaluated: its checkpoint is deleted" in printed.err
 
 
-def test_room_that_others_took_is_waited_for_at_the_end(run, played, capsys):
+def test_evaluation_without_capacity_is_retried_on_resume(run, played, capsys):
     played.may.set()
     played.error = NoCapacityError("needs 1 CPU")
     evaluator = Evaluator(run, policy_at)
@@ -255,7 +255,7 @@ def test_room_that_others_took_is_waited_for_at_the_end(run, played, capsys):
     assert evaluator.finish() == 0
 
 
-def test_a_checkpoint_that_cannot_play_costs_the_training_nothing(run, played, caplog):
+def test_failed_evaluation_does_not_stop_training(run, played, caplog):
     played.may.set()
     played.error = ArithmeticError("the simulation diverged")
     evaluator = Evaluator(run, policy_at)
@@ -268,7 +268,7 @@ def test_a_checkpoint_that_cannot_play_costs_the_training_nothing(run, played, c
     assert evaluator.finish() == 0 and evaluated(run) == [2, 4]
 
 
-def test_a_checkpoint_whose_every_episode_ended_in_an_error_plays_again(run, played, caplog):
+def test_checkpoint_with_only_failed_episodes_is_evaluated_again(run, played, caplog):
     played.may.set()
     played.fails_with = "EGL is missing"
     saved(run, 2)
@@ -288,17 +288,17 @@ def test_a_checkpoint_whose_every_episode_ended_in_an_error_plays_again(run, pla
         ({"CPU": 65.5, "GPU": 2}, True, 32, None),
     ],
 )
-def test_what_a_cluster_has_to_spare(run, cluster, use_gpu, stages, lacks):
+def test_spare_cluster_capacity(run, cluster, use_gpu, stages, lacks):
     scaling = replace(run.job.scaling, use_gpu=use_gpu)
     assert capacity_beside(scaling, run.config.eval, cluster) == (stages, lacks)
 
 
-def test_an_environment_that_is_none_is_refused_before_anything_starts(setting, capsys):
+def test_unknown_environment_option_is_refused_before_training(setting, capsys):
     assert vla.main(flags(setting, **{"env.lenght": 3, "output_dir": setting[0] / "refused"})) == 2
     assert "its options are" in capsys.readouterr().err and not (setting[0] / "refused").exists()
 
 
-def test_a_policy_with_masked_cameras_and_a_padded_state_plays(setting, tmp_path):
+def test_policy_with_masked_cameras_and_padded_state_is_accepted(setting, tmp_path):
     """As a fine-tune of lerobot/pi05_base: its configuration keeps cameras that the dataset has not."""
     meta, camera = load_metadata(setting[1]), {"dtype": "video", "shape": (48, 48, 3), "names": ["h", "w", "c"]}
     state = {"dtype": "float32", "shape": (32,), "names": None}
@@ -315,7 +315,7 @@ def test_a_policy_with_masked_cameras_and_a_padded_state_plays(setting, tmp_path
         Evaluator(replace(run, config=other), policy_at)
 
 
-def test_pictures_that_were_drawn_otherwise_are_refused(run, monkeypatch):
+def test_environment_with_other_render_options_is_refused(run, monkeypatch):
     """What a recorded dataset says of its own, and what this environment would show."""
     monkeypatch.setattr(during, "how_drawn", lambda meta: {"type": "two_bins", "image_size": [9, 8]})
     monkeypatch.setattr(configs, "how_drawn", lambda config: {"type": "two_bins", "image_size": [9, 9]})
@@ -323,7 +323,7 @@ def test_pictures_that_were_drawn_otherwise_are_refused(run, monkeypatch):
         Evaluator(run, policy_at)
 
 
-def test_every_second_action_is_refused_at_the_rate_of_all(run):
+def test_action_rate_that_differs_from_environment_is_refused(run):
     """Unless an action of the environment lasts as long."""
     run = replace(run, rows=replace(run.rows, features=replace(run.rows.features, window_steps=(2,))))
     with pytest.raises(ValueError, match="2 frames apart, 5 per second .*two_bins takes 10 per second: train without"):
@@ -331,7 +331,7 @@ def test_every_second_action_is_refused_at_the_rate_of_all(run):
     Evaluator(replace(run, config=replace(run.config, env_options=("--fps=5",))), policy_at)
 
 
-def test_weights_come_out_of_the_store_as_they_went_in():
+def test_packed_weights_round_trip():
     tied = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     tensors = {"a": tied, "b": tied, "c": tied.T, "d": torch.tensor(3), "e": torch.tensor([True, False])}
     there = packed(tensors)

@@ -29,7 +29,7 @@ def ended(episode, success=True):
     return line_of(episode, 3, info={"reached": "red"}, **outcome)
 
 
-def test_the_list_has_the_same_seeds_for_every_condition_as_lerobot_eval(episodes):
+def test_every_condition_has_the_seeds_of_lerobot_eval(episodes):
     assert len(episodes) == len(set(episodes)) == 6
     for condition in ("plain", "other"):
         assert [e.seed for e in episodes if e.condition == condition] == [1000, 1001, 1002]
@@ -37,7 +37,7 @@ def test_the_list_has_the_same_seeds_for_every_condition_as_lerobot_eval(episode
     assert [(e.task, e.episode, e.seed) for e in several] == [("a", 0, 7), ("a", 1, 8), ("b", 0, 7), ("b", 1, 8)]
 
 
-def test_noise_is_a_function_of_its_four_names_and_of_nothing_else():
+def test_noise_depends_only_on_its_key():
     names = [(1000, 1001), ("a", "b"), (0, 1), (0, 1)]
     drawn = [noise(*key, (10, 3)) for key in itertools.product(*names)]
     np.random.seed(0)
@@ -48,7 +48,7 @@ def test_noise_is_a_function_of_its_four_names_and_of_nothing_else():
     assert noise(1000, "two_bins", 3, 2, (2,)).tolist() == pytest.approx([-0.41397834, 0.74539107])
 
 
-def test_lines_come_back_in_the_lists_order(tmp_path, episodes):
+def test_lines_are_read_in_list_order(tmp_path, episodes):
     book = EvaluationFolder(tmp_path, ABOUT, episodes)
     for number in (4, 0, 5, 2, 1):
         book.write(ended(episodes[number], number != 5))
@@ -64,7 +64,7 @@ def test_lines_come_back_in_the_lists_order(tmp_path, episodes):
     assert {key: lines[0][key] for key in expected} == expected
 
 
-def test_a_killed_evaluation_goes_on_with_what_it_lacks(tmp_path, episodes):
+def test_killed_evaluation_resumes_with_missing_episodes(tmp_path, episodes):
     """A line that was cut off does not count, nor one of an error; neither is left in the file."""
     book = EvaluationFolder(tmp_path, ABOUT, episodes)
     book.write(ended(episodes[0]))
@@ -82,7 +82,7 @@ def test_a_killed_evaluation_goes_on_with_what_it_lacks(tmp_path, episodes):
     assert all(line["error"] is None for line in read_evaluation(tmp_path)[1])
 
 
-def test_another_evaluation_in_the_folder_is_left_alone(tmp_path, episodes):
+def test_folder_of_another_evaluation_is_refused(tmp_path, episodes):
     EvaluationFolder(tmp_path, ABOUT, episodes).write(ended(episodes[0]))
     before = (tmp_path / EPISODES_NAME).read_text()
     with pytest.raises(ValueError, match="differs in policy.*--output_dir"):

@@ -72,7 +72,7 @@ def evaluated(ray_cluster, flags, tmp_path_factory):
 
 
 @pytest.mark.ray
-def test_from_flags_to_a_page(evaluated):
+def test_evaluation_writes_scores_and_report(evaluated):
     folder, out = evaluated
     lines = lines_of(folder)
     assert f"Success      {sum(line['success_once'] for line in lines)} of 6, " in out and str(folder) in out
@@ -89,7 +89,7 @@ def test_from_flags_to_a_page(evaluated):
 
 @pytest.mark.ray
 @pytest.mark.gate
-def test_success_over_latencies(evaluated, flags, tmp_path, capsys):
+def test_latencies_are_evaluated_and_compared(evaluated, flags, tmp_path, capsys):
     """One of which is none."""
     late = tmp_path / "late"
     flags = [*flags, "--eval.n_episodes=3", "--eval.latency_s=0,0.1,0.11", f"--output_dir={late}"]
@@ -114,7 +114,7 @@ def test_success_over_latencies(evaluated, flags, tmp_path, capsys):
 
 
 @pytest.mark.ray
-def test_a_killed_evaluation_goes_on_and_two_are_compared(evaluated, flags, tmp_path, capsys, monkeypatch):
+def test_killed_evaluation_resumes_and_two_are_compared(evaluated, flags, tmp_path, capsys, monkeypatch):
     """After two episodes: the rest is played, and those two are not; then the one that ended in an error."""
     a, b, shown, played = tmp_path / "a", tmp_path / "b", [], []
     shutil.copytree(evaluated[0], a)
@@ -178,7 +178,7 @@ def recorded(evaluated, flags):
 
 
 @pytest.mark.ray
-def test_the_dataset_has_the_episodes_in_the_lists_order(evaluated, recorded):
+def test_recorded_dataset_has_episodes_in_list_order(evaluated, recorded):
     """tests/rl/test_recording.py compares each frame with what gymnasium shows."""
     dataset, actions = LeRobotDataset("x/recorded", root=recorded[0], video_backend="pyav"), actions_of(evaluated[0])
     assert dataset.meta.total_episodes == 6 and len(dataset) == 6 * 12
@@ -189,7 +189,7 @@ def test_the_dataset_has_the_episodes_in_the_lists_order(evaluated, recorded):
 
 
 @pytest.mark.ray
-def test_given_again_it_is_done_and_another_evaluation_does_not_replace_it(recorded, tmp_path, capsys):
+def test_recording_again_is_a_no_op_and_never_overwrites_another(recorded, tmp_path, capsys):
     folder, record = recorded
     before = (folder / "meta" / "info.json").stat().st_mtime_ns
     assert evaluate.main(record) == 0
@@ -211,7 +211,7 @@ def test_given_again_it_is_done_and_another_evaluation_does_not_replace_it(recor
 
 
 @pytest.mark.ray
-def test_episodes_whose_actions_were_not_written_cannot_be_recorded(evaluated, flags, tmp_path, capsys):
+def test_episodes_without_actions_cannot_be_recorded(evaluated, flags, tmp_path, capsys):
     plain = shutil.copytree(evaluated[0], tmp_path / "plain", ignore=shutil.ignore_patterns("actions*"))
     assert evaluate.main([*flags, f"--output_dir={plain}", f"--eval.record_dataset={tmp_path / 'late'}"]) == 1
     assert "has no actions of 6 episodes" in capsys.readouterr().err
@@ -221,7 +221,7 @@ def test_episodes_whose_actions_were_not_written_cannot_be_recorded(evaluated, f
     assert "--eval.record_dataset: the --output_dir is for the evaluation" in capsys.readouterr().err
 
 
-def test_episodes_that_all_ended_in_an_error_cannot_be_recorded(tmp_path, monkeypatch):
+def test_failed_episodes_cannot_be_recorded(tmp_path, monkeypatch):
     failed = SimpleNamespace(dataset=tmp_path / "new", output_dir=tmp_path, about={})
     monkeypatch.setattr(trial, "read_evaluation", lambda _: ({}, [{"error": "ValueError: no camera"}] * 3))
     with pytest.raises(ValueError, match="each of 3 episodes ended in an error; nothing is written"):
@@ -231,7 +231,7 @@ def test_episodes_that_all_ended_in_an_error_cannot_be_recorded(tmp_path, monkey
 # ---- without playing ------------------------------------------------------------------------------------------------
 
 
-def test_a_policy_is_played_late_in_real_time(tmp_path):
+def test_latency_with_real_time_chunking_shortens_first_chunk(tmp_path):
     base = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
     flags = [f"--policy.path={base}", "--policy.n_action_steps=4", *FLAGS, f"--output_dir={tmp_path / 'out'}"]
     found = trial.resolve_trial(parse_evaluate([*flags, "--eval.controller=rtc", "--eval.latency_s=0.1"]))
@@ -247,7 +247,7 @@ def test_a_policy_is_played_late_in_real_time(tmp_path):
     assert (len(first.actions), len(second.actions)) == (3, 4)
 
 
-def test_a_policy_that_was_trained_with_masked_cameras_is_not_refused(masked, tmp_path):  # noqa: F811
+def test_policy_with_masked_cameras_is_accepted(masked, tmp_path):  # noqa: F811
     flags = [f"--policy.path={masked}", f"--output_dir={tmp_path / 'out'}", *FLAGS]
     assert len(trial.resolve_trial(parse_evaluate(flags)).source.config.image_features) == 3
     for name, message in (
@@ -261,7 +261,7 @@ def test_a_policy_that_was_trained_with_masked_cameras_is_not_refused(masked, tm
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_from_a_bucket_to_a_bucket(ray_cluster, folder, tmp_path, capsys, monkeypatch):
+def test_bucket_evaluation_equals_local_one_after_a_kill(ray_cluster, folder, tmp_path, capsys, monkeypatch):
     """As on a disk, after a kill as well. The processes that play do not know of the bucket."""
     monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
     plain, there = tmp_path / "plain", "s3://runs/there"
@@ -305,7 +305,7 @@ def test_from_a_bucket_to_a_bucket(ray_cluster, folder, tmp_path, capsys, monkey
             assert message in capsys.readouterr().err
 
 
-def test_what_is_wrong_is_said_before_anything_starts(folder, tmp_path, capsys, monkeypatch):
+def test_invalid_options_are_refused_before_playing(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "cluster", None)
     good = [f"--policy.path={folder}", *FLAGS, f"--output_dir={tmp_path / 'out'}"]
     halved = shutil.copytree(folder, tmp_path / "halved")
@@ -337,7 +337,7 @@ def test_what_is_wrong_is_said_before_anything_starts(folder, tmp_path, capsys, 
     assert not (tmp_path / "out").exists()
 
 
-def test_the_controller_is_of_relative_actions(folder, tmp_path):
+def test_controller_is_described_for_relative_actions(folder, tmp_path):
     """Others are played alike by both, and go as they did."""
     relative = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
     for name in ("config", "policy_preprocessor", "policy_postprocessor"):
@@ -366,7 +366,7 @@ def test_the_controller_is_of_relative_actions(folder, tmp_path):
         found(relative, SELECT, "--eval.exact")
 
 
-def test_a_text_is_written_where_that_was_learned(folder, tmp_path, monkeypatch):
+def test_subtask_text_requires_training_with_it(folder, tmp_path, monkeypatch):
     base = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
 
     def resolved(policy):
@@ -388,7 +388,7 @@ def test_a_text_is_written_where_that_was_learned(folder, tmp_path, monkeypatch)
         assert acted.text == "a"
 
 
-def test_failures_are_shown_first_and_of_every_task_some():
+def test_films_show_failures_first_and_every_task():
     lines = [
         {"task": task, "seed": seed, "error": None, "success_once": seed % 2 == 0}
         for task in ("a", "b", "c") for seed in range(4)
@@ -399,7 +399,7 @@ def test_failures_are_shown_first_and_of_every_task_some():
     assert trial.select_films(lines, 0) == []
 
 
-def test_of_several_robots_the_one_that_the_environment_shows(folder, tmp_path):
+def test_robot_is_selected_by_environment(folder, tmp_path):
     both = tmp_path / "pretrained_model"
     for name in ("arm", "gantry"):
         shutil.copytree(folder, both / name)
@@ -431,7 +431,7 @@ def test_of_several_robots_the_one_that_the_environment_shows(folder, tmp_path):
         ("own", ["--discover_packages_path=mine", "--task=a"], True),
     ],
 )
-def test_environments_that_differ_are_not_compared(monkeypatch, tmp_path, type, options, differ):
+def test_different_environments_are_not_compared(monkeypatch, tmp_path, type, options, differ):
     def read(folder):
         other = options if folder.name == "b" else [o for o in options if o.startswith("--discover")]
         return {"environment": {"type": type, "options": other}}, []

@@ -57,7 +57,7 @@ def run(tmp_path):
     return run
 
 
-def test_success_of_the_demo_is_a_plain_computation(run, monkeypatch, capsys):
+def test_closed_loop_numbers_match_plain_computation(run, monkeypatch, capsys):
     """Of episodes whose outcomes are drawn."""
     rng, played = np.random.default_rng(0), []
 
@@ -277,7 +277,7 @@ def held_out_of(run, robot):
     return spread(frames), np.average(means, axis=0, weights=shares)
 
 
-def test_every_number_of_each_robot_is_a_plain_computation(robots_run, monkeypatch):
+def test_open_loop_numbers_of_each_robot_match_plain_computation(robots_run, monkeypatch):
     monkeypatch.setattr(cluster, "run_remote", lambda function, run, scaling: function(run, frames=FRAMES))
     monkeypatch.setattr(open_loop, "EVAL_BATCH", AT_ONCE)
     run, found, expected = robots_run, evaluated(robots_run), {}

@@ -21,7 +21,7 @@ from vla_finetuning.evaluation.intervals import (
 )
 
 
-def test_wilson_against_the_papers_that_recommend_it():
+def test_wilson_interval_matches_literature_and_scipy():
     """Newcombe (1998), Statistics in Medicine 17, 857-872, table I, method 3."""
     for successes, episodes, expected in ((81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)),
                                           (0, 20, (0.0, 0.1611)), (1, 29, (0.0061, 0.1718))):  # fmt: skip
@@ -41,7 +41,7 @@ def line(number, success, error=None, state="s", at_end=None, **other):
     return {**named, "success_once": success, "success_at_end": at_end, "error": error, **other}
 
 
-def test_a_score_has_both_outcomes_and_what_errors_may_have_been():
+def test_score_has_both_outcomes_and_counts_errors_both_ways():
     lines = [*(line(n, n < 5, at_end=n < 3) for n in range(6)), line(6, None, error="died")]
     found = score(lines)
     assert found == {
@@ -78,7 +78,7 @@ def test_episodes_of_one_scene_count_once():
     assert apart.p_value == pytest.approx(2 / 2**8) and apart.better == (8, 0)
 
 
-def test_pairs_are_counted_and_errors_left_out():
+def test_comparison_counts_pairs_and_skips_errors():
     outcomes = [(True, True), (True, False), (False, True), (False, False), (True, False), (False, False)]
     a = [*(line(n, of_a, at_end=False) for n, (of_a, _) in enumerate(outcomes)), line(6, None, error="died")]
     b = [*(line(n, of_b, at_end=n < 1) for n, (_, of_b) in enumerate(outcomes)), line(6, True)]
@@ -92,7 +92,7 @@ def test_pairs_are_counted_and_errors_left_out():
     assert len(comparison_text(a[:6], b[:6], "one", "other").splitlines()) == 8
 
 
-def test_what_cannot_be_paired_is_refused():
+def test_unpaired_episodes_are_refused():
     with pytest.raises(ValueError, match="not over the same list.*--seed"):
         paired([line(0, True)], [line(1, True)])
     for other in (line(0, True, state="other"), line(0, True, instruction="stay")):
@@ -108,7 +108,7 @@ def compared(scenes, only_a, only_b):
 
 
 @pytest.mark.parametrize(("only_a", "only_b"), [(0, 5), (0, 6), (1, 8), (10, 10), (0, 0), (9, 1)])
-def test_mcnemar_is_the_sign_test_and_the_verdict_its_word(only_a, only_b):
+def test_mcnemar_equals_sign_test_and_determines_verdict(only_a, only_b):
     found = compared(60, only_a, only_b)
     n, few = only_a + only_b, min(only_a, only_b)
     expected = min(1.0, 2 * sum(math.comb(n, k) for k in range(few + 1)) / 2**n)
@@ -117,7 +117,7 @@ def test_mcnemar_is_the_sign_test_and_the_verdict_its_word(only_a, only_b):
     assert found.verdict.startswith(word)
 
 
-def test_the_difference_and_its_interval_are_those_of_the_formula():
+def test_difference_interval_matches_bonett_price():
     """Bonett and Price (2012), equation 6: of shares after one more discordant pair each way; within what can be."""
     for episodes, only_a, only_b in ((21, 1, 7), (3, 0, 3), (3, 3, 0), (1, 1, 0), (40, 0, 0), (60, 5, 12)):
         a, b = (only_a + 1) / (episodes + 2), (only_b + 1) / (episodes + 2)
@@ -128,7 +128,7 @@ def test_the_difference_and_its_interval_are_those_of_the_formula():
     assert Comparison(()).difference == (0.0, -1.0, 1.0)
 
 
-def test_the_interval_of_the_difference_holds_the_truth_as_often_as_it_says():
+def test_difference_interval_has_nominal_coverage():
     """Over all outcomes of 40 episodes, weighed by how likely they are."""
     n, holds = 40, []
     outcomes = [(only_a, only_b) for only_a in range(n + 1) for only_b in range(n + 1 - only_a)]

@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
         pytest.param("several", ["near/0", "near/1", "far/0"], 4, marks=pytest.mark.slow),
     ],
 )
-def test_successes_are_those_of_lerobot_eval(ray_cluster, folder, tmp_path, monkeypatch, capsys, env, tasks, episodes):
+def test_successes_match_lerobot_eval(ray_cluster, folder, tmp_path, monkeypatch, capsys, env, tasks, episodes):
     flags = [f"--policy.path={folder}", f"--env.type={env}", f"--eval.n_episodes={episodes}", "--seed=1000"]
     theirs = ["--policy.device=cpu", "--eval.batch_size=1", f"--output_dir={tmp_path / 'theirs'}"]
     registered = "--env.discover_packages_path=vla_finetuning.envs"

@@ -71,7 +71,7 @@ def make_batches(sizes=(4, 3)):
     return batches
 
 
-def test_a_policy_that_learns_from_what_follows_is_shown_the_present():
+def test_policy_with_future_observations_is_evaluated_on_the_present():
     state, pad = np.arange(24.0).reshape(2, 3, 4), np.zeros((2, 3), bool)
     batch = {"observation.state": state, "observation.state_is_pad": pad, "action": np.zeros((2, 5, ACTION))}
     seen = without_future(batch, [-1, 0, 1])
@@ -108,7 +108,7 @@ def lerobots_chunk(policy, pre, frames, now, steps, seed):
 @pytest.mark.parametrize(
     ("kind", "steps"), [("diffusion", 4), ("vqbet", 3), ("multi_task_dit", 4), ("pi0_fast", 2), ("molmoact2", 2)]
 )
-def test_of_a_recorded_chunk_what_the_policy_executes_is_compared(dataset, kind, steps, tmp_path, monkeypatch):
+def test_only_executed_actions_of_a_chunk_are_compared(dataset, kind, steps, tmp_path, monkeypatch):
     """Horizons that begin in the past and end late, and queues of observations; frame by frame as on a robot."""
     monkeypatch.setattr(open_loop, "EVAL_BATCH", 1)
     options = {"policy.n_action_steps": 2} if steps == 2 else {}
@@ -139,7 +139,7 @@ def test_of_a_recorded_chunk_what_the_policy_executes_is_compared(dataset, kind,
 
 
 @pytest.mark.parametrize("kind", ["pi05", "smolvla"])
-def test_a_policy_that_trained_in_bfloat16_plays_in_lerobots_tools_as_lerobot_loads_it(dataset, kind, tmp_path):
+def test_bfloat16_policy_plays_in_lerobot_tools_as_lerobot_loads_it(dataset, kind, tmp_path):
     with KINDS[kind].here():
         flags = {"train.mode": "expert", "train.precision": "bf16", "dataset.eval_split": 0.5}
         run = resolved(dataset, kind, tmp_path, **flags)
@@ -149,7 +149,7 @@ def test_a_policy_that_trained_in_bfloat16_plays_in_lerobots_tools_as_lerobot_lo
     assert errors["trained"]["frames"] == 2
 
 
-def test_a_policy_that_predicts_nothing_is_not_measured(monkeypatch, capsys):
+def test_policy_without_action_prediction_is_not_measured(monkeypatch, capsys):
     config = SimpleNamespace(type="molmoact2", inference_action_mode=None)
     monkeypatch.setattr(after_training, "family_of", lambda config: FAMILIES[config.type])
     run = SimpleNamespace(policy=SimpleNamespace(config=config), rows=SimpleNamespace(any_held_out=True))
@@ -159,7 +159,7 @@ def test_a_policy_that_predicts_nothing_is_not_measured(monkeypatch, capsys):
     assert FAMILIES["molmoact2"].cannot_predict(config) == ""
 
 
-def test_a_seed_is_a_result_and_leaves_no_trace(loaded):
+def test_seed_determines_errors_and_global_rng_is_unchanged(loaded):
     policy = loaded[0]
     policy.train()
     state = torch.random.get_rng_state()
@@ -171,7 +171,7 @@ def test_a_seed_is_a_result_and_leaves_no_trace(loaded):
     assert evaluate(loaded, seed=1, other_instruction=same)["other_instruction"] == first["policy"]
 
 
-def test_whole_numbers_are_seen_as_in_training(loaded, without_noise):
+def test_integer_observations_are_converted_as_in_training(loaded, without_noise):
     """As float32; LeRobot's normaliser would cast its statistics to theirs, which are no whole numbers."""
     policy, _, postprocessor = loaded
     stats = {"observation.state": {"q01": np.full(4, -1.7), "q99": np.full(4, 1.6)}}
@@ -184,7 +184,7 @@ def test_whole_numbers_are_seen_as_in_training(loaded, without_noise):
 
 
 @pytest.mark.parametrize("mode", ["expert", "full"])
-def test_a_policy_is_asked_in_the_precision_that_it_was_trained_in(loaded, mode):
+def test_predictions_use_training_precision(loaded, mode):
     policy, pre, post = copy.deepcopy(loaded[0]), *loaded[1:]
     spec = SimpleNamespace(train=SimpleNamespace(mode=mode))
     assert _placed(spec, policy, None, torch.device("cpu")) is policy
@@ -197,7 +197,7 @@ def test_a_policy_is_asked_in_the_precision_that_it_was_trained_in(loaded, mode)
     assert found["policy"]["mse"] == pytest.approx(evaluate(loaded)["policy"]["mse"], rel=0.05)
 
 
-def test_what_cannot_be_compared_is_refused(loaded):
+def test_incomparable_policy_is_refused(loaded):
     with pytest.raises(ValueError, match="no frames.*eval_split"):
         evaluate(loaded, [])
     short = [
@@ -209,7 +209,7 @@ def test_what_cannot_be_compared_is_refused(loaded):
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_the_same_errors(loaded, without_noise):
+def test_gpu_errors_match_cpu(loaded, without_noise):
     expected = evaluate(loaded)
     policy, *processors = loaded
     found = evaluate((copy.deepcopy(policy).cuda(), *processors))
@@ -218,7 +218,7 @@ def test_a_gpu_gives_the_same_errors(loaded, without_noise):
 
 
 @pytest.mark.parametrize(("use_gpu", "size"), [(True, 3), (False, 32)])
-def test_a_batch_is_no_larger_on_a_gpu_than_in_training(use_gpu, size):
+def test_gpu_batch_does_not_exceed_training_batch(use_gpu, size):
     sizes, job = [], SimpleNamespace(use_gpu=use_gpu, batch_size=3)
     source = SimpleNamespace(plan=SimpleNamespace(rows_per_epoch=9), read_rows=lambda rows, n: sizes.append(n) or [])
     policy = SimpleNamespace(config=make_policy_config("pi05"))
@@ -228,7 +228,7 @@ def test_a_batch_is_no_larger_on_a_gpu_than_in_training(use_gpu, size):
     assert sizes == [size]
 
 
-def test_the_table_is_relative_to_the_mean_action():
+def test_error_table_is_relative_to_mean_action():
     def errors(policy):
         found = {"mean_action": 8.0, "policy": policy, "other_instruction": None}
         return {"frames": 12, **{name: mse and {"mse": mse, "mae": [1.0]} for name, mse in found.items()}}
@@ -237,12 +237,12 @@ def test_the_table_is_relative_to_the_mean_action():
     assert [row.split()[-1] for row in rows] == ["1.000", "2.000", "0.250"] and "one instruction" in last
 
 
-def test_other_instructions():
+def test_each_instruction_is_replaced_by_another():
     assert other_instructions(["a", "b", "a", "c"]) == {"a": "b", "b": "c", "c": "a"}
     assert other_instructions(["a", "a"]) == {}
 
 
-def test_held_out_frames_are_lerobots(tmp_path):
+def test_held_out_frames_match_lerobot(tmp_path):
     metas = [load_metadata(make_dataset(tmp_path / name, episodes=(4, 6, 5), seed=i)) for i, name in enumerate("ab")]
     rows = SimpleNamespace(
         metas=metas,

@@ -122,7 +122,7 @@ def largest(a, b):
     return float((a.double() - b.double()).abs().max())
 
 
-def test_all_tools_play_an_export_in_the_robots_names(folder, frames, tmp_path, monkeypatch):
+def test_all_tools_play_an_export_in_robot_names(folder, frames, tmp_path, monkeypatch):
     where = folder / "own"
     found, expected = compared(where, frames), plain(where, frames)
     assert found == {"select_action": 0.0, "lerobot-rollout": 0.0, "PolicyServer": 0.0}
@@ -131,7 +131,7 @@ def test_all_tools_play_an_export_in_the_robots_names(folder, frames, tmp_path, 
     assert describe_tools(found) == ["select_action, lerobot-rollout, PolicyServer: as evaluate.py, bit for bit"]
 
 
-def test_an_export_that_renames_fails_as_it_is_said(folder, frames, tmp_path, monkeypatch):
+def test_export_with_renamed_keys_fails_as_reported(folder, frames, tmp_path, monkeypatch):
     where = folder / "base"
     found = compared(where, frames)
     with pytest.raises(ValueError, match="Visual feature mismatch"):
@@ -143,7 +143,7 @@ def test_an_export_that_renames_fails_as_it_is_said(folder, frames, tmp_path, mo
     assert any("select_action: ValueError" in line for line in describe_tools(found))
 
 
-def test_sizes_that_are_not_the_cameras_are_measured(folder, frames, tmp_path, monkeypatch):
+def test_image_sizes_other_than_the_cameras_are_measured(folder, frames, tmp_path, monkeypatch):
     """PolicyServer stretches images to the sizes in config.json."""
     where = tmp_path / "square"
     config = load_policy_config(folder / "own")
@@ -171,7 +171,7 @@ def make_relative(folder, where):
     return where
 
 
-def test_relative_actions_differ_by_the_way_of_the_state(folder, frames, tmp_path, monkeypatch):
+def test_relative_actions_differ_by_the_state_they_start_from(folder, frames, tmp_path, monkeypatch):
     where = make_relative(folder / "own", tmp_path / "relative")
     found = compared(where, frames)
     states = np.stack([frame["observation.state"].numpy() for frame in frames])

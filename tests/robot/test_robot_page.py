@@ -141,7 +141,7 @@ def select_actions(policy, before, after, robot):
         yield after(policy.select_action(before({**observed(robot), "task": [TASK]})))[0]
 
 
-def test_the_options_are_those_of_the_robot():
+def test_documented_robot_options_parse():
     options = make_dataclass("Options", [("robot", RobotConfig)])
     for command in (*ROLLOUTS, CLIENT):
         arguments = [argument for argument in command if argument.startswith("--robot.")]
@@ -155,7 +155,7 @@ def test_the_options_are_those_of_the_robot():
     assert len(COMMANDS) == 1 + len(ROLLOUTS) + 3 and COMMANDS[0][:2] == ["pip", "install"]
 
 
-def test_the_export_is_checked(folder, monkeypatch, capsys):
+def test_documented_check_export_command_reports_differences(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert check_export.main(CHECK) == 0
     assert "On the robot select_action, lerobot-rollout, PolicyServer: as evaluate.py, bit" in capsys.readouterr().out
@@ -168,7 +168,7 @@ def test_the_export_is_checked(folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("command", "limits"), [(FIRST, {"max_relative_target": 5.0}), (PLAIN, {})])
-def test_lerobot_rollout_commands_what_select_action_says(folder, rollout, command, limits):
+def test_lerobot_rollout_performs_actions_of_select_action(folder, rollout, command, limits):
     robot, expected = rollout(command), gantry(**limits)
     perform(expected, select_actions(*loaded(folder / "out" / "pretrained_model"), expected))
     np.testing.assert_array_equal(robot.performed, expected.performed)
@@ -178,7 +178,7 @@ def test_lerobot_rollout_commands_what_select_action_says(folder, rollout, comma
     np.testing.assert_allclose(start, robot.places[0], atol=1e-3)
 
 
-def test_its_real_time_engine_makes_a_chunk_absolute_by_the_state_at_its_start(folder, rollout):
+def test_real_time_engine_converts_relative_chunk_by_its_start_state(folder, rollout):
     robot, start = rollout(REALTIME), gantry()
     policy, before, after = loaded(folder / "out" / "relative" / "pretrained_model")
     start.connect()
@@ -190,7 +190,7 @@ def test_its_real_time_engine_makes_a_chunk_absolute_by_the_state_at_its_start(f
     assert late > 0 and np.abs(chunk - chunk[0]).max() > 0.01
 
 
-def test_relative_actions_are_refused_without_it(rollout):
+def test_relative_actions_are_refused_without_real_time_engine(rollout):
     with pytest.raises(NotImplementedError, match="Use --inference.type=rtc"):
         rollout([argument for argument in REALTIME if not argument.startswith("--inference")])
 
@@ -220,7 +220,7 @@ def served_actions(service, robot):
             yield chunk[latest - first]
 
 
-def test_robot_client_performs_what_the_policy_says(run, server):
+def test_robot_client_performs_predicted_actions(run, server):
     service, addresses = server
     from lerobot.async_inference.robot_client import async_client  # makes a folder for logs
 
@@ -231,7 +231,7 @@ def test_robot_client_performs_what_the_policy_says(run, server):
     np.testing.assert_array_equal(Gantry.connected.performed, expected.performed)
 
 
-def test_openpis_client_performs_what_evaluate_plays(folder, server, tmp_path):
+def test_openpi_client_performs_actions_of_evaluate(folder, server, tmp_path):
     pytest.importorskip("openpi_client.websocket_client_policy", reason="openpi's client: make openpi")
     code = PYTHON.replace("lerobot.robots.so_follower", "tests.robot.gantry").replace("SO101Follower", "Gantry")
     code = code.replace("127.0.0.1:8000", f"127.0.0.1:{server[1].port}").replace("monday-1", "two_bins")

@@ -54,7 +54,7 @@ def rollouts(ray_cluster):
         yield rollouts
 
 
-def test_a_process_that_has_no_cpu_and_no_episode_is_not_waited_for(rollouts):
+def test_pending_process_without_episode_is_not_awaited(rollouts):
     """Three of four find their CPUs; there are episodes for three."""
     seats, without = rollouts.seats, make_scheduler(stages=1, slots=1, cpus=1000.0)
     rollouts.seats = seats + without.seats
@@ -71,7 +71,7 @@ def undisturbed(rollouts):
     return play(rollouts)
 
 
-def test_every_episode_is_that_of_a_plain_loop(undisturbed):
+def test_synchronous_episodes_match_plain_loop(undisturbed):
     ended, asked, (simulation_s, rendering_s) = undisturbed
     assert list(ended) == list(EPISODES)
     assert len({line["initial_state"] for line in ended.values()}) == 6  # the scenes, of two episodes each
@@ -86,7 +86,7 @@ def test_every_episode_is_that_of_a_plain_loop(undisturbed):
     assert max(map(len, asked)) <= 6  # no more at once than half of the environments hold
 
 
-def test_a_process_that_is_killed_changes_nothing(rollouts, undisturbed):
+def test_killed_process_changes_no_episode_and_no_batch(rollouts, undisturbed):
     """Neither an episode nor what is decided together, which does not depend on who was faster.
 
     One is killed between two plays, two while they simulate.

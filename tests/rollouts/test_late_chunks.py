@@ -61,7 +61,7 @@ def played(player, world, delay, decisions):
 
 
 @pytest.mark.parametrize(("steps", "delay", "relative"), [(4, 0, True), (4, 4, False), (7, 3, True)])
-def test_a_late_chunk_is_that_of_a_robot_with_a_queue(pi05, relative, steps, delay):  # noqa: F811
+def test_late_chunks_match_a_simulated_action_queue(pi05, relative, steps, delay):  # noqa: F811
     policy, pre, post = loaded(pi05, steps, relative)
 
     def chunk(decision):
@@ -135,7 +135,7 @@ def engines(policy, pre, post, delay, count, horizon, monkeypatch):
     ("steps", "delay", "relative", "horizon"),
     [(4, 0, False, None), (4, 2, False, 10), (5, 5, True, None)],
 )
-def test_real_time_chunks_are_those_of_lerobots_engine(pi05, relative, steps, delay, horizon, monkeypatch):  # noqa: F811
+def test_real_time_chunks_match_lerobot_engine(pi05, relative, steps, delay, horizon, monkeypatch):  # noqa: F811
     """With as many guided actions as are left; or with its own 10, of which it guides the last ones to zeros."""
     count = 5 * steps - delay
     policy, pre, post = loaded(pi05, steps, relative)
@@ -151,7 +151,7 @@ def test_real_time_chunks_are_those_of_lerobots_engine(pi05, relative, steps, de
 
 
 @pytest.mark.parametrize(("relative", "delay"), [(False, 0), (True, 2)])
-def test_a_policy_that_was_trained_for_it_is_given_what_is_executed(pi05, relative, delay):  # noqa: F811
+def test_policy_trained_with_delay_is_conditioned_on_executed_actions(pi05, relative, delay):  # noqa: F811
     """LeRobot's preprocessor makes of the actions that are left what the policy predicts of this state."""
     steps = 4
     policy, pre, post = loaded(pi05, steps, relative)
@@ -173,7 +173,7 @@ def test_a_policy_that_was_trained_for_it_is_given_what_is_executed(pi05, relati
     assert np.abs(found - guided)[steps:].max() > 1e-3 * scale
 
 
-def test_rows_are_their_own_in_a_batch(pi05):  # noqa: F811
+def test_real_time_chunks_of_a_row_are_independent_of_its_batch(pi05):  # noqa: F811
     """And real-time chunks too."""
     player = Player(*loaded(pi05, 4, True), Acting(env=ENV, controller="rtc"))
     seen, keys = observed(), [(7, "two_bins", row, 0) for row in range(6)]
@@ -197,7 +197,7 @@ def test_rows_are_their_own_in_a_batch(pi05):  # noqa: F811
         (5, 5, "rtc", None),
     ],
 )
-def test_a_chunk_that_cannot_be_so_late_is_refused(steps, delay, controller, message):
+def test_latency_that_does_not_fit_the_chunk_is_refused(steps, delay, controller, message):
     config = act_config(chunk_size=CHUNK, n_action_steps=steps)
     if message is None:
         check_delay(config, delay / FPS, delay, controller)
@@ -206,7 +206,7 @@ def test_a_chunk_that_cannot_be_so_late_is_refused(steps, delay, controller, mes
             check_delay(config, delay / FPS, delay, controller)
 
 
-def test_a_delay_that_the_policy_was_not_trained_for_is_refused():
+def test_delay_beyond_training_maximum_is_refused():
     config = act_config(chunk_size=CHUNK, n_action_steps=5)
     config.rtc_training_max_delay = 2
     check_delay(config, 0.2, 2, "rtc")
@@ -215,7 +215,7 @@ def test_a_delay_that_the_policy_was_not_trained_for_is_refused():
         check_delay(config, 0.3, 3, "rtc")
 
 
-def test_real_time_chunking_is_of_policies_that_have_it(tmp_path):
+def test_unsupported_real_time_chunking_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"of type 'act' \(supports_rtc\); give --eval.controller=chunk"):
         check_rtc(act_config(), 1.0)
     config = load_policy_config(make_base(tmp_path / "base", [TASK]))
@@ -227,7 +227,7 @@ def test_real_time_chunking_is_of_policies_that_have_it(tmp_path):
         check_rtc(config, 1.0)
 
 
-def test_the_flags_of_lerobot_rollout_are_those_of_the_evaluation(tmp_path):
+def test_lerobot_rollout_flags_match_evaluation(tmp_path):
     config = load_policy_config(make_base(tmp_path / "base", [TASK]))
     config.n_action_steps = config.chunk_size - 4
     assert flags_of_rtc(config) == "--inference.queue_threshold=4 --inference.rtc.execution_horizon=4"

@@ -68,7 +68,7 @@ def policy_of(actors):
 
 
 @pytest.mark.parametrize("error", [OutOfMemoryError("killed for memory"), ActorDiedError()])
-def test_a_server_that_is_gone_is_replaced_and_asked_again(actors, error):
+def test_dead_server_is_replaced_and_batch_retried(actors, error):
     actors.results, policy, seat = [error, None], policy_of(actors), waiting()
     for _ in range(3):  # it starts and is asked; it fails; the next one starts and is asked
         assert list(policy.decide([seat])) == []
@@ -80,14 +80,14 @@ def test_a_server_that_is_gone_is_replaced_and_asked_again(actors, error):
 @pytest.mark.parametrize(
     ("results", "message"), [([ActorDiedError()] * 4, "policy servers died 4 times"), ([OSError("no weights")], "no w")]
 )
-def test_a_policy_that_cannot_decide_ends_the_play(actors, results, message):
+def test_policy_that_keeps_failing_ends_the_play(actors, results, message):
     actors.results, policy, seat = results, policy_of(actors), waiting()
     with pytest.raises((RuntimeError, OSError), match=message):
         for _ in range(9):
             assert list(policy.decide([seat])) == []
 
 
-def test_a_server_that_does_not_answer_is_replaced_and_asked_again(actors, monkeypatch):
+def test_hanging_server_is_replaced_and_batch_retried(actors, monkeypatch):
     monkeypatch.setenv("VLA_WORKER_TIMEOUT_S", "20")
     clock = [0.0]
     monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -108,14 +108,14 @@ def test_a_server_that_does_not_answer_is_replaced_and_asked_again(actors, monke
         seat.since = 1.0
 
 
-def test_what_a_stage_saw_and_its_node_took_along_is_played_again(actors):
+def test_lost_observation_is_returned_for_replay(actors):
     actors.results, policy, seat = [ObjectLostError("id", None, "")], policy_of(actors), waiting()
     assert list(policy.decide([seat])) == []
     (lost,) = policy.decide([seat])
     assert lost[0] == [seat] and isinstance(lost[1], ObjectLostError) and not actors.all[0].killed
 
 
-def test_a_stage_that_is_made_anew_is_not_asked_for_its_seconds(actors):
+def test_restarted_stage_is_not_queried_for_its_seconds(actors):
     rollouts = Scheduler({"two_bins": None}, stages=1, slots=1, cpus=1, step_limit_s=1)
     (seat,) = rollouts.seats
     seat.started, seat.playing = True, waiting().playing

@@ -75,7 +75,7 @@ def pi05(tmp_path_factory):
     return load_policy(folder, config), *load_processors(folder, config)
 
 
-def test_the_chunk_is_lerobots_for_the_same_noise(pi05, instructions):
+def test_chunk_matches_lerobot_for_equal_noise(pi05, instructions):
     policy, pre, post = pi05
     found = Player(policy, pre, post, Acting(env=ENV))(observed(), instructions, KEYS)
     batch = pre({**preprocess_observation(observed()), "task": instructions})
@@ -85,7 +85,7 @@ def test_the_chunk_is_lerobots_for_the_same_noise(pi05, instructions):
     assert found.shape == (len(KEYS), 4, 3) and found.dtype == np.float32
 
 
-def test_equal_weights_are_shared_before_they_move_to_a_device(tmp_path, monkeypatch):
+def test_equal_weights_are_shared_before_moving_to_device(tmp_path, monkeypatch):
     """Two whole policies may be larger than a GPU."""
     folder = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
     source, states = PolicySource(folder, PreTrainedConfig.from_pretrained(folder), env=ENV), []
@@ -137,7 +137,7 @@ def moved(observation, steps):
     return {**observation, "agent_pos": observation["agent_pos"] + np.float32(0.3 * steps)}
 
 
-def test_step_by_step_it_acts_as_lerobots_loop_over_select_action(pi05, instructions):
+def test_select_action_controller_matches_lerobot_loop(pi05, instructions):
     """With relative actions, to each of which that adds the current state; rows are at different steps of a chunk."""
     policy, pre, post = loaded(pi05, 4, relative=True)
     player = Player(policy, pre, post, Acting(env=ENV, controller="select_action"))
@@ -169,7 +169,7 @@ def test_step_by_step_it_acts_as_lerobots_loop_over_select_action(pi05, instruct
         player(select_rows(seen, [2]), instructions[:1], [(7, "two_bins", 2, 1)])
 
 
-def test_a_row_does_not_depend_on_its_batch_nor_on_what_came_before(pi05, instructions):
+def test_row_is_independent_of_its_batch_and_of_earlier_calls(pi05, instructions):
     player = Player(*pi05, Acting(env=ENV))
     seen = observed()
     whole = player(seen, instructions, KEYS)
@@ -189,7 +189,7 @@ def act():
     return ACTPolicy(act_config(chunk_size=6, n_action_steps=3))
 
 
-def test_mixed_precision_is_that_of_lerobot_eval(instructions):
+def test_mixed_precision_matches_lerobot_eval(instructions):
     """Of a policy that draws nothing: whatever the keys are."""
     policy = act()
     pre, post = make_pre_post_processors(policy.config, dataset_stats=STATS)
@@ -206,7 +206,7 @@ def test_mixed_precision_is_that_of_lerobot_eval(instructions):
 
 
 @pytest.mark.parametrize("kind", ["eo1", "xvla"])
-def test_rows_whose_images_are_packed_are_lerobots_own(kind, tmp_path, instructions):
+def test_packed_image_rows_match_lerobot(kind, tmp_path, instructions):
     """Patches or crops of all cameras and rows are one tensor in some; here two cameras and four rows."""
     cameras = {f"observation.images.{name}": CAMERAS[name] for name in ("front", "top")}
     root = make_dataset(tmp_path / "dataset", episodes=(5, 5), cameras=cameras, state_dim=3)
@@ -241,7 +241,7 @@ def in_libero(rows=2):
 
 
 @pytest.mark.parametrize("normalises", [False, True])
-def test_in_libero_an_xvla_is_lerobots(normalises, tmp_path):
+def test_xvla_in_libero_matches_lerobot(normalises, tmp_path):
     """Its state and actions have rotations of six numbers there; images are normalised once.
 
     LeRobot's own chain wants a preprocessor that leaves images alone; that of its own training refuses them.
@@ -273,7 +273,7 @@ def test_in_libero_an_xvla_is_lerobots(normalises, tmp_path):
     np.testing.assert_array_equal(eyes["observation.images.image"], in_libero()["pixels"]["image"][0, ::-1, ::-1])
 
 
-def test_an_xvla_is_compared_with_what_it_is_shown():
+def test_xvla_inputs_are_checked_against_environment():
     """As one from lerobot/xvla-base: a third camera, and a state's length that says nothing."""
     config = PreTrainedConfig.get_choice_class("xvla")(device="cpu")
     names = ("image", "image2", "image3", "empty_camera_0")
@@ -294,7 +294,7 @@ def test_an_xvla_is_compared_with_what_it_is_shown():
         check_fits(config, libero, {})
 
 
-def test_a_policy_that_does_not_fit_is_refused_before_anything_starts():
+def test_policy_that_does_not_fit_environment_is_refused():
     config = act().config
     check_fits(config, ENV, {})
     renamed = {"observation.images.front": "observation.images.cam0"}
@@ -330,14 +330,14 @@ def test_a_policy_that_does_not_fit_is_refused_before_anything_starts():
         ("multi_task_dit", {"n_obs_steps": 1}, "n_obs_steps=1 .* past"),
     ],
 )
-def test_a_policy_that_remembers_is_refused(kind, options, message):
+def test_policy_with_observation_history_is_refused(kind, options, message):
     shapes = {"input_features": FEATURES, "output_features": act_config().output_features}
     config = PreTrainedConfig.get_choice_class(kind)(**shapes, device="cpu", **options)
     with pytest.raises(ValueError, match=f"a '{kind}' policy .*{message}.*lerobot-eval can"):
         check_fits(config, ENV, {})
 
 
-def test_a_policy_that_predicts_nothing_is_refused(monkeypatch):
+def test_policy_without_action_prediction_is_refused(monkeypatch):
     monkeypatch.setattr(Family, "cannot_predict", lambda self, config: "give --policy.way")
     with pytest.raises(ValueError, match="'act' policy predicts nothing as it is configured: give --policy.way"):
         check_fits(act().config, ENV, {})
@@ -361,7 +361,7 @@ def masked(tmp_path_factory):
 SEEN = ("observation.images.front", "observation.images.wrist")
 
 
-def test_cameras_that_training_masked_are_masked(masked, instructions):
+def test_masked_cameras_of_training_are_masked(masked, instructions):
     config = PreTrainedConfig.from_pretrained(masked)
     trained = saved_shapes(masked, config)
     assert trained == {"observation.state": (3,), "action": (3,)}
@@ -382,7 +382,7 @@ def test_cameras_that_training_masked_are_masked(masked, instructions):
     np.testing.assert_array_equal(found, post(theirs.predict_action_chunk(batch)).numpy())
 
 
-def test_what_a_pretrained_configuration_declares_is_no_other_robot(masked):
+def test_pretrained_input_features_do_not_count_as_another_robot(masked):
     config = PreTrainedConfig.from_pretrained(masked)
     state, action = {"observation.state": (3,)}, {"action": (3,)}
     check_fits(config, ENV, {}, state)
@@ -432,7 +432,7 @@ def chunks(labelled, instructions, **options):
     return Player(*labelled, Acting(env=ENV, **options))(observed(), instructions, KEYS)
 
 
-def test_an_advantage_is_said_at_the_end_of_the_instruction(labelled, instructions):
+def test_advantage_label_is_appended_to_instruction(labelled, instructions):
     said = [f"{text}, Advantage: positive" for text in instructions]
     found = chunks(labelled, instructions, advantage="positive")
     np.testing.assert_array_equal(found, chunks(labelled, said))
@@ -441,7 +441,7 @@ def test_an_advantage_is_said_at_the_end_of_the_instruction(labelled, instructio
     assert not np.array_equal(found, chunks(labelled, instructions))
 
 
-def test_guidance_goes_from_lerobots_chunk_without_to_its_chunk_with(labelled, instructions, monkeypatch):
+def test_guidance_extrapolates_between_unlabelled_and_labelled_chunks(labelled, instructions, monkeypatch):
     """In one sampling step linearly, and beyond."""
     near = {"rtol": 1e-4, "atol": 1e-4}
     monkeypatch.setattr(labelled[0].config, "num_inference_steps", 1)
@@ -473,7 +473,7 @@ def writer(labelled, monkeypatch):
     return labelled, texts, prompts
 
 
-def test_a_policy_acts_on_the_text_that_it_writes(writer, instructions, monkeypatch):
+def test_policy_acts_on_its_generated_text(writer, instructions, monkeypatch):
     labelled, texts, prompts = writer
     found = chunks(labelled, instructions, subtask=True)
     said = list(map(with_text, instructions, texts))
@@ -492,7 +492,7 @@ def test_a_policy_acts_on_the_text_that_it_writes(writer, instructions, monkeypa
 
 
 @pytest.mark.parametrize("controller", ["select_action", "rtc"])
-def test_what_a_policy_writes_is_there_for_each_row(writer, instructions, controller):
+def test_generated_text_is_returned_per_row(writer, instructions, controller):
     labelled, texts, _ = writer
     keys = [(7, "two_bins", episode, 0) for episode in range(6)]
     player = Player(*labelled, Acting(env=ENV, subtask=True, controller=controller))
@@ -502,7 +502,7 @@ def test_what_a_policy_writes_is_there_for_each_row(writer, instructions, contro
     assert all(one.text is None for one in player.act(observed(), instructions, keys, 1))
 
 
-def test_guidance_needs_a_label_and_a_velocity(pi05):
+def test_guidance_requires_label_and_flow_policy(pi05):
     config = pi05[0].config
     check_advantage(config, None, 1.0)
     check_advantage(config, "positive", 2.0)

@@ -40,7 +40,7 @@ def frames_of(webp):
             yield np.asarray(image.convert("RGB")), image.info["duration"]
 
 
-def test_it_shows_every_step_at_the_speed_it_had(episode):
+def test_film_shows_every_step_at_recorded_speed(episode):
     line, actions, seen = episode
     frames, durations = zip(*frames_of(film(MAKE, line, actions)), strict=True)
     # Frames that show the same are one in the file.
@@ -54,7 +54,7 @@ def test_it_shows_every_step_at_the_speed_it_had(episode):
     assert (np.abs(frames[-1].astype(int) - COLOURS["table"]).max(axis=2) < 10).mean() > 0.5
 
 
-def test_a_long_episode_has_no_more_frames_than_a_page_can_bear(episode):
+def test_film_of_long_episode_is_limited_in_frames(episode):
     line, actions, _ = episode
     back_and_forth = np.concatenate([actions[:8], actions[:8][::-1]] * 20)
     make = partial(MAKE, max_episode_steps=len(back_and_forth))
@@ -64,13 +64,13 @@ def test_a_long_episode_has_no_more_frames_than_a_page_can_bear(episode):
 
 
 @pytest.mark.parametrize("when", ["initial_state", "final_state"])
-def test_another_episode_is_not_shown_as_this_one(episode, when):
+def test_replay_with_other_states_is_refused(episode, when):
     line, actions, _ = episode
     with pytest.raises(ValueError, match=f"{'began' if when == 'initial_state' else 'ended'} in the state .* instead"):
         film(MAKE, {**line, when: "0" * 16}, actions)
 
 
-def test_without_a_state_the_outcome_tells_episodes_apart(episode):
+def test_replay_with_other_outcome_is_refused_without_state_hash(episode):
     """An environment without `state_hash` gives none for an end that was not rendered."""
     line, actions, _ = episode
     for other, executed in (({"success_at_end": False}, actions), ({"success_at_end": False}, actions[:5])):
@@ -78,13 +78,13 @@ def test_without_a_state_the_outcome_tells_episodes_apart(episode):
             film(MAKE, {**line, "final_state": "", **other}, executed)
 
 
-def test_an_environment_without_a_picture_of_its_own_shows_the_cameras(episode):
+def test_film_uses_cameras_without_rendered_view(episode):
     line, actions, _ = episode
     (first, _), *_ = frames_of(film(CAMERAS_ONLY, line, actions))
     assert first.shape == (64, 96 + 56 + 48, 3)
 
 
-def test_without_cameras_and_a_picture_of_its_own_an_environment_cannot_be_filmed():
+def test_environment_without_cameras_and_render_mode_cannot_be_filmed():
     env = SimpleNamespace(render_mode=None, render=lambda: None)
     with pytest.raises(ValueError, match="shows no camera, and has no render_mode"):
         replay._view(env, {"agent_pos": np.zeros(3)})

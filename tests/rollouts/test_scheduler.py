@@ -61,7 +61,7 @@ def expected(episodes):
     return lines
 
 
-def test_an_episode_that_always_fails_is_an_error_and_nothing_else_is_held_up(ray_cluster, episodes, expected):
+def test_failing_episode_is_an_error_and_others_are_unaffected(ray_cluster, episodes, expected):
     """Of six processes that simulate, a cluster of 3 CPUs has capacity for four beside the policy."""
     gym = FAULTY_ID, {"seed": 1005, "how": "dies"}
     found = played(episodes, gym, env_actors=6, policy_actors=2, batch_size=1)
@@ -70,7 +70,7 @@ def test_an_episode_that_always_fails_is_an_error_and_nothing_else_is_held_up(ra
         assert ("its process died" in line) if episode.seed == 1005 else (line == expected[episode])
 
 
-def test_late_chunks_are_those_of_a_plain_loop_whatever_is_lost(ray_cluster, tmp_path, monkeypatch):
+def test_late_chunks_match_plain_loop_despite_lost_processes(ray_cluster, tmp_path, monkeypatch):
     """A stage that hangs, and a policy server, beside others that are not late, in batches of one size.
 
     What is left of a chunk survives them, and so does what the policy wrote.
@@ -122,7 +122,7 @@ class Echo:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_server_gives_each_row_its_own(exact):
+def test_server_returns_each_row_its_own_actions(exact):
     """Rows of several policies and stages in one call, some of them blindfolded."""
     players = {"a": Echo(1), "b": Echo(2)}
     server = PolicyServer(players, batch_size=2, exact=exact)
@@ -146,7 +146,7 @@ def test_a_server_gives_each_row_its_own(exact):
 # ---- capacity -------------------------------------------------------------------------------------------------------
 
 
-def test_a_policy_without_capacity_ends_the_wait_and_says_what_lacks(ray_cluster, episodes, monkeypatch):
+def test_policy_without_capacity_raises_with_missing_resources(ray_cluster, episodes, monkeypatch):
     monkeypatch.setattr(scheduler, "CAPACITY_TIMEOUT_S", 1.0)
     monkeypatch.setattr(scheduler, "LOOK_EVERY_S", 0.5)
     with pytest.raises(NoCapacityError, match="decides .* needs 1 GPU, 0 of the cluster's 0 free"):
@@ -167,7 +167,7 @@ def test_a_policy_without_capacity_ends_the_wait_and_says_what_lacks(ray_cluster
         (8, {}, 1, 0.1, False, (1, 1, 1, 1)),
     ],
 )
-def test_as_many_play_as_the_cluster_and_the_list_have_use_for(cpus, options, episodes, gigabytes, use_gpu, expected):
+def test_process_counts_fit_cluster_and_episode_list(cpus, options, episodes, gigabytes, use_gpu, expected):
     """(servers, stages, threads of a server, episodes at once in a stage)"""
     counts = Processes.of(
         EvalOptions(**options), cpus, episodes=episodes, weights_bytes=int(gigabytes * 1e9), use_gpu=use_gpu

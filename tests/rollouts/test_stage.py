@@ -71,7 +71,7 @@ def outcome(line):
 
 
 @pytest.mark.parametrize("slots", [3, 10])
-def test_episodes_are_those_of_a_plain_loop(slots):
+def test_stage_episodes_match_plain_loop(slots):
     found, order = played(MAKERS["two_bins"], slots, EPISODES)
     assert found.keys() == paths().keys()
     assert all(outcome(line) == paths()[number][1] for number, line in found.items())
@@ -80,7 +80,7 @@ def test_episodes_are_those_of_a_plain_loop(slots):
     assert found[3]["success_once"] is False and max(map(len, order)) == min(slots, len(EPISODES))
 
 
-def test_an_episode_of_a_process_that_failed_is_the_same_and_waits_in_the_same_order():
+def test_restored_episode_is_identical_and_keeps_its_order():
     expected, held = paths(), [begun(number, 1000 + number) for number in range(3)]
     for playing in held:
         actions = expected[playing.number][0]
@@ -111,7 +111,7 @@ class Failing(two_bins.TwoBins):
 
 
 @pytest.mark.parametrize(("how", "times"), [("raises", 2), ("raises", 3), ("nan", 3)])
-def test_an_environment_that_fails_costs_its_episode_at_most(monkeypatch, how, times):
+def test_failing_environment_fails_its_episode_alone(monkeypatch, how, times):
     """Twice it begins anew, and nothing is changed; the third time is its result. Others go on."""
 
     plain, order = played(MAKERS["two_bins"], 2, EPISODES[:4])
@@ -133,7 +133,7 @@ gymnasium.register(FAILING_ID, entry_point=Failing, max_episode_steps=EPISODE_LE
 
 
 @pytest.mark.parametrize("limit", [10, 12])
-def test_what_is_seen_when_the_time_is_over_is_shown_once_more(limit):
+def test_final_observation_is_returned_on_truncation(limit):
     """In the middle of a chunk as at its end, also where a process failed meanwhile; a success is the end."""
     make, away = partial(gymnasium.make, two_bins.GYM_ID, max_episode_steps=limit), np.zeros((1, CHUNK, 3), np.float32)
     with make() as env:
@@ -169,7 +169,7 @@ class EndsEarly(two_bins.TwoBins):
         return observation, reward, terminated, self._frame == 6, info
 
 
-def test_a_last_state_that_was_not_rendered_is_not_valued():
+def test_unrendered_final_state_is_not_bootstrapped():
     away = np.zeros((1, CHUNK, 3), np.float32)
     playing = Stage({"two_bins": lambda: gymnasium.wrappers.TimeLimit(EndsEarly(), 40)}, 1, step_limit_s=60)
     playing.advance([replace(begun(0), bootstraps=True)])
@@ -178,7 +178,7 @@ def test_a_last_state_that_was_not_rendered_is_not_valued():
         playing.advance([], away)
 
 
-def test_a_slot_has_one_environment_of_the_task_it_plays():
+def test_slot_has_one_environment_of_its_current_task():
     """What another task's environment holds, a simulator's memory, is let go, also where it cannot close."""
     made, closed = [], []
 
@@ -202,7 +202,7 @@ def test_a_slot_has_one_environment_of_the_task_it_plays():
     assert closed == [env for _, env in made[:2]]
 
 
-def test_only_the_first_reset_of_an_environment_may_take_long(monkeypatch):
+def test_first_reset_of_an_environment_has_the_long_time_limit(monkeypatch):
     """Some load and compile their simulator in it."""
     limits = []
     monkeypatch.setattr(stage, "_limit", lambda seconds: limits.append(seconds) or contextlib.nullcontext())
@@ -213,7 +213,7 @@ def test_only_the_first_reset_of_an_environment_may_take_long(monkeypatch):
     assert limits == [stage.MAKE_LIMIT_S] * 2 + [60] * steps + [60]
 
 
-def test_it_looks_only_where_a_policy_does(monkeypatch):
+def test_images_are_rendered_only_for_decisions(monkeypatch):
     playing = Stage(MAKERS, 1, step_limit_s=60)
     looks = []
     monkeypatch.setattr(two_bins_scene, "render", lambda *seen: looks.append(1) or render(*seen))
@@ -223,7 +223,7 @@ def test_it_looks_only_where_a_policy_does(monkeypatch):
     assert len(looks) == 2
 
 
-def test_a_state_without_a_hash_of_its_own_is_told_by_what_is_seen():
+def test_state_hash_defaults_to_observation():
     with gymnasium.make("CartPole-v1") as env:
         hashes = [state_hash(env, env.reset(seed=seed)[0]) for seed in (1, 2, 1)]
         with_object = {"agent_pos": np.zeros(2), "info": None}

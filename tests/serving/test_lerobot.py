@@ -86,7 +86,7 @@ def features(names=tuple(STATE), cameras=tuple(SIZES)):
         ({"actions_per_chunk": 0}, "no number of --actions_per_chunk"),
     ],
 )
-def test_another_robot_is_refused_before_it_moves(addresses, setup, error):
+def test_mismatched_robot_is_refused_at_setup(addresses, setup, error):
     with pytest.raises(grpc.RpcError, match=error):
         Stub(addresses, **setup).begin()
 
@@ -101,7 +101,7 @@ def test_another_robot_is_refused_before_it_moves(addresses, setup, error):
         (b"\x80\x04.", "no pickle of TimedObservation"),
     ],
 )
-def test_what_is_wrong_is_answered_and_the_session_goes_on(service, addresses, sent, error):
+def test_invalid_observation_is_refused_and_session_continues(service, addresses, sent, error):
     stub = Stub(addresses)
     with pytest.raises(grpc.RpcError, match="this connection has no session"):
         stub.send(observation())
@@ -117,7 +117,7 @@ def test_what_is_wrong_is_answered_and_the_session_goes_on(service, addresses, s
     np.testing.assert_allclose([action.get_timestamp() for action in actions], 100 + np.arange(5) / 10)
 
 
-def test_a_step_is_computed_once_unless_the_robot_waits(addresses, monkeypatch):
+def test_step_is_computed_once_unless_must_go(addresses, monkeypatch):
     monkeypatch.setattr(lerobot, "POLL_S", 0.1)
     stub = Stub(addresses, pretrained_name_or_path="x?session=steps")
     stub.begin()
@@ -142,7 +142,7 @@ class Slow(InProcess):
         return await super().remote(requests)
 
 
-def test_what_comes_while_its_step_is_computed_is_not_computed(service, monkeypatch):
+def test_observation_of_a_step_in_computation_is_skipped(service, monkeypatch):
     """A client that waits sends its observation at every tick."""
     monkeypatch.setattr(lerobot, "POLL_S", 0.5)
     with served(service, handle := Slow(service)) as addresses, ThreadPoolExecutor() as threads:
@@ -156,7 +156,7 @@ def test_what_comes_while_its_step_is_computed_is_not_computed(service, monkeypa
         assert not stub.stub.GetActions(services_pb2.Empty()).data and len(handle.requests) == 1
 
 
-def test_a_token_is_part_of_the_name(service, handle):
+def test_token_is_read_from_policy_name(service, handle):
     with served(service, handle, TOKEN) as addresses:
         Stub(addresses, pretrained_name_or_path=f"x?token={TOKEN}").begin()
         for name in ("x", "x?token=wrong-wrong-wrong"):
@@ -164,7 +164,7 @@ def test_a_token_is_part_of_the_name(service, handle):
                 Stub(addresses, pretrained_name_or_path=name).begin()
 
 
-def test_who_connected_long_ago_and_acts_still_is_remembered(service, handle, monkeypatch):
+def test_oldest_session_stays_if_it_is_active(service, handle, monkeypatch):
     monkeypatch.setattr(lerobot, "MOST_CLIENTS", 2)
     with served(service, handle) as addresses:
         first, *others = (Stub(addresses, pretrained_name_or_path=f"x?session={i}") for i in range(4))
@@ -180,7 +180,7 @@ def test_who_connected_long_ago_and_acts_still_is_remembered(service, handle, mo
         assert 'vla_sessions{protocol="lerobot"} 1.0' in urllib.request.urlopen(metrics).read().decode()
 
 
-def test_an_observation_above_the_limit_is_refused_and_the_session_goes_on(service, handle):
+def test_oversized_observation_is_refused_and_session_continues(service, handle):
     small = make_service(service.sources[""].folder, "--serve.max_message_mb=0.1")
     with served(small, handle) as addresses:
         stub = Stub(addresses)
@@ -198,7 +198,7 @@ def test_an_observation_above_the_limit_is_refused_and_the_session_goes_on(servi
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_a_pickle_of_robot_client_is_read_as_pickle_reads_it(protocol):
+def test_robot_client_pickle_is_read_as_by_pickle(protocol):
     raw = {"a": 1.0, "b": np.float32(2), "image": camera_image("top"), "f": np.asfortranarray(np.ones((2, 3))),
            "strided": np.arange(6.0).reshape(3, 2)[::2], "bytes": np.arange(3, dtype=">i2"), "task": "go"}  # fmt: skip
     read = read_pickle(pickle.dumps(TimedObservation(1.5, 3, raw, must_go=True), protocol), "TimedObservation")
@@ -228,14 +228,14 @@ class Calls:
         ({"timestep": 0}, "is no TimedObservation"),
     ],
 )
-def test_nothing_in_a_pickle_is_run(sent, error, tmp_path, monkeypatch):
+def test_pickled_calls_are_not_executed(sent, error, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=error):
         read_pickle(pickle.dumps(sent), "TimedObservation")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_pickle_changes_no_class():
+def test_pickle_cannot_set_class_attributes():
     """BUILD on a class would set its attributes, for all messages to come."""
     sets = b"\x80\x04\x8c\x05numpy\x8c\x07ndarray\x93N}\x8c\x04name\x8c\x01x\x86s\x86b."
     with pytest.raises(ValueError, match="no pickle of|sets attributes of a type"):

@@ -43,7 +43,7 @@ def expected(service, session, decision, row=0, robot="", instruction=INSTRUCTIO
     return player(select_rows(observed(), [row]), [instruction], [(service.config.seed, session, 0, decision)])[0]
 
 
-def test_openpis_client_gets_the_chunk_that_is_computed_in_process(openpi, service, addresses):
+def test_openpi_client_receives_in_process_chunk(openpi, service, addresses):
     client = openpi.WebsocketClientPolicy(f"ws://127.0.0.1:{addresses.port}/?session=ours")
     about = client.get_server_metadata()
     assert about["session"] == "ours" and about["sees"]["observation.state"] == 3
@@ -60,7 +60,7 @@ GOLDEN = bytes.fromhex(
 )
 
 
-def test_messages_are_those_of_openpis_packer():
+def test_messages_match_openpi_packer():
     sent = {"state": np.arange(3, dtype=np.float32), "prompt": "go"}
     assert pack(sent) == GOLDEN
     read = unpack(GOLDEN)
@@ -78,7 +78,7 @@ def test_messages_are_those_of_openpis_packer():
         (pack({"state": {b"__ndarray__": True, b"data": b"", b"dtype": "<f4", b"shape": [-1]}}), "shape ..1.: send"),
     ],
 )
-def test_a_damaged_or_hostile_message_is_refused(data, error):
+def test_damaged_or_hostile_message_is_refused(data, error):
     with pytest.raises(ValueError, match=error):
         unpack(data)
 
@@ -98,14 +98,14 @@ def test_a_damaged_or_hostile_message_is_refused(data, error):
         (message(prompt="go " * 100), "has 111 tokens, more than"),
     ],
 )
-def test_what_is_wrong_is_answered_and_the_session_goes_on(openpi, service, addresses, sent, error):
+def test_invalid_request_is_refused_and_session_continues(openpi, service, addresses, sent, error):
     client = openpi.WebsocketClientPolicy(f"ws://127.0.0.1:{addresses.port}/?session=wrong")
     with pytest.raises(RuntimeError, match=error):
         client.infer(sent)
     np.testing.assert_array_equal(client.infer(message())["actions"], expected(service, "wrong", 0))
 
 
-def test_names_of_other_datasets_are_mapped_and_vectors_joined(service, tmp_path):
+def test_foreign_names_are_mapped_and_vectors_joined(service, tmp_path):
     names = {"side": "observation.images.top", "joints": "observation.state", "gripper": "observation.state"}
     renamed = make_service(folder_of(service), "--rename_map", json.dumps(names))
     (interface,) = renamed.interfaces.values()
@@ -121,7 +121,7 @@ def test_names_of_other_datasets_are_mapped_and_vectors_joined(service, tmp_path
         make_service(folder_of(service), '--rename_map={"side": "observation.images.tops"}')
 
 
-def test_a_name_of_one_robot_of_several_is_mapped_for_that_one(tmp_path):
+def test_rename_map_can_target_one_robot(tmp_path):
     both = make_export(tmp_path, "arm", "gantry")
     for name in ("policy_preprocessor.json", "config.json", "robot.json"):
         path = both / "gantry" / name
@@ -131,7 +131,7 @@ def test_a_name_of_one_robot_of_several_is_mapped_for_that_one(tmp_path):
     assert not interfaces["arm"].rename_map and "observation.images.top" in interfaces["arm"].cameras
 
 
-def test_a_robot_of_several_is_chosen_by_the_path(openpi, tmp_path):
+def test_url_path_selects_robot(openpi, tmp_path):
     service = make_service(make_export(tmp_path, "arm", "gantry"))
     with served(service, handle := InProcess(service)) as addresses:
         client = openpi.WebsocketClientPolicy(f"ws://127.0.0.1:{addresses.port}/gantry?session=ours")
@@ -144,7 +144,7 @@ def test_a_robot_of_several_is_chosen_by_the_path(openpi, tmp_path):
     assert all(first[name].data_ptr() == second[name].data_ptr() for name in first)
 
 
-def test_a_token_opens_all_but_the_health(openpi, service, handle):
+def test_token_protects_all_endpoints_but_health(openpi, service, handle):
     with served(service, handle, TOKEN) as addresses:
         url = f"127.0.0.1:{addresses.port}"
         client = openpi.WebsocketClientPolicy("127.0.0.1", addresses.port, api_key=TOKEN)
@@ -159,7 +159,7 @@ def test_a_token_opens_all_but_the_health(openpi, service, handle):
         assert 'vla_requests_total{outcome="ok",robot=""} 1.0' in urllib.request.urlopen(asked).read().decode()
 
 
-def test_an_address_of_other_machines_needs_a_token(service, monkeypatch):
+def test_non_local_address_requires_token(service, monkeypatch):
     for token, message in (
         ("", "opens the server to other machines: set VLA_SERVE_TOKEN"),
         ("short", "has 5 characters: give at least 16"),
@@ -176,7 +176,7 @@ def test_an_address_of_other_machines_needs_a_token(service, monkeypatch):
     make_service(folder_of(service), "--serve.host=0.0.0.0")
 
 
-def test_an_address_of_ipv6_and_a_port_that_is_taken(openpi, service, handle):
+def test_ipv6_address_and_occupied_port(openpi, service, handle):
     with served(make_service(folder_of(service), "--serve.host=::1"), handle) as addresses:
         assert addresses.host == "[::1]"
         client = openpi.WebsocketClientPolicy(f"ws://[::1]:{addresses.port}")
@@ -185,12 +185,12 @@ def test_an_address_of_ipv6_and_a_port_that_is_taken(openpi, service, handle):
             make_service(folder_of(service), "--serve.host=::1", f"--serve.port={addresses.port}")
 
 
-def test_a_page_in_a_browser_does_not_connect(addresses):
+def test_browser_origin_is_refused(addresses):
     with pytest.raises(InvalidStatus, match="403"):
         connect(f"ws://127.0.0.1:{addresses.port}", origin="http://example.com")
 
 
-def test_a_message_above_the_limit_ends_its_connection_alone(openpi, service, handle):
+def test_oversized_message_closes_its_connection_alone(openpi, service, handle):
     small = make_service(folder_of(service), "--serve.max_message_mb=0.1")
     with served(small, handle) as addresses:
         client, other = (openpi.WebsocketClientPolicy("127.0.0.1", addresses.port) for _ in range(2))

@@ -68,7 +68,7 @@ def addresses(service, ray_cluster):
         yield addresses
 
 
-def test_what_arrives_together_is_computed_together_and_is_the_same(service, addresses):
+def test_concurrent_requests_are_batched_with_equal_results(service, addresses):
     clients = [Client(addresses, f"together {i}".replace(" ", "-")) for i in range(CLIENTS)]
     with ThreadPoolExecutor(CLIENTS) as threads:
         answers = list(threads.map(lambda i: clients[i].infer(message(i % 6)), range(CLIENTS)))
@@ -79,7 +79,7 @@ def test_what_arrives_together_is_computed_together_and_is_the_same(service, add
 
 
 @pytest.mark.faults
-def test_a_replica_that_dies_costs_the_requests_in_flight_and_no_other(service, addresses):
+def test_dead_replica_fails_only_requests_in_flight(service, addresses):
     killed, note = threading.Event(), service.sources[""].note
 
     def run(i):

@@ -50,7 +50,7 @@ def ray_serve(monkeypatch):
     return stand_in
 
 
-def test_servers_of_one_cluster_have_applications_of_their_own(service, ray_serve):
+def test_servers_of_one_cluster_use_separate_applications(service, ray_serve):
     async def two():
         async with server.running(service), server.running(service):
             assert len(ray_serve.running) == 2
@@ -60,7 +60,7 @@ def test_servers_of_one_cluster_have_applications_of_their_own(service, ray_serv
     assert not ray_serve.running
 
 
-def test_the_length_of_answers_is_announced(service):
+def test_announced_chunk_size_follows_n_action_steps(service):
     fewer = make_service(service.sources[""].folder, "--policy.n_action_steps=3")
     assert fewer.interfaces[""].describe()["chunk_size"] == 3 and "to 3 actions of" in describe_service(fewer)[0]
 
@@ -72,7 +72,7 @@ def test_the_length_of_answers_is_announced(service):
         (ApplicationStatus.DEPLOY_FAILED, "the replicas do not start: no module named x"),
     ],
 )
-def test_replicas_that_do_not_start_end_in_an_error_and_hold_nothing(service, ray_serve, monkeypatch, status, message):
+def test_failed_replica_start_raises_and_frees_resources(service, ray_serve, monkeypatch, status, message):
     async def start():
         async with server.running(service):
             pass
@@ -84,7 +84,7 @@ def test_replicas_that_do_not_start_end_in_an_error_and_hold_nothing(service, ra
     assert ray_serve.names and not ray_serve.running
 
 
-def test_a_signal_ends_the_wait_for_replicas(service, ray_serve, monkeypatch):
+def test_signal_ends_the_wait_for_replicas(service, ray_serve, monkeypatch):
     async def stop():
         serving = asyncio.ensure_future(server.serve_until_stopped(service))
         while not ray_serve.running:
