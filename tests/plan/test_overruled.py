@@ -70,6 +70,7 @@ def test_other_decisions_of_the_run_are_said_to_overrule_the_base(changed):
     )
     for name, (_, _, line) in decided.items():
         assert any(re.search(f"{name}{line}", note) for note in notes), (name, notes)
+    assert resolved(changed(), **{"policy.use_amp": "false"}).config.train.precision == "auto"  # its `dtype` decides
     notes = notes_of(resolved(changed(repo_id="a/b")))
     assert notes == ["repo_id=a/b of the base's config.json is overruled by --policy.repo_id, which is absent"]
 
@@ -119,4 +120,7 @@ def test_smolvlas_own_options_count_where_they_do(tmp_path):
     with pytest.raises(ValueError, match="freeze_vision_encoder=false has no effect with --train.mode=expert"):
         notes(**{"train.mode": "expert", "policy.freeze_vision_encoder": "false"})
     trained = resolved_from(saved, root, "smolvla", **{"train.mode": "full", "policy.freeze_vision_encoder": "false"})
+    assert trained.config.train.precision == "auto"
+    in_float32 = resolved_from(saved, root, "smolvla", **{"train.mode": "full", "policy.use_amp": "false"})
+    assert in_float32.config.train.precision == "fp32"
     assert "vision" in trained.policy.parameters.parts

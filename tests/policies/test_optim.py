@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,6 +37,16 @@ def test_options_replace_what_they_name():
     assert (plain.peak, plain.optimizer.weight_decay, plain.own_groups) == (1e-3, 1e-2, False)  # the types' defaults
     assert [plain.schedule(9)(step) for step in range(4)] == [0.0, 5e-4, 1e-3, 1e-3]
     assert recipe(diffusion, "--optimizer.grad_clip_norm=0").clip_norm == float("inf")
+
+
+def test_schedule_that_is_no_lambda_lr_is_refused():
+    class Steps(type(recipe(DiffusionConfig(device="cpu")).scheduler)):
+        def build(self, optimizer, steps):
+            return torch.optim.lr_scheduler.StepLR(optimizer, 10)
+
+    own = replace(recipe(DiffusionConfig(device="cpu")), scheduler=Steps(num_warmup_steps=1))
+    with pytest.raises(ValueError, match="Steps makes a StepLR.* give --warmup_frac or --final_lr_frac"):
+        own.schedule(100)
 
 
 def make_act():

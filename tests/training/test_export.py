@@ -203,6 +203,10 @@ def test_freeze_options_are_exported_from_train_mode(folder):
         run = trained(folder, f"--dataset.root={folder / 'humanoid'}", "--output_dir=x", mode=mode)
         config = exported_config(run.policy)
         assert (config.train_expert_only, config.freeze_vision_encoder) == (part, part), mode
+    run.policy.config.use_amp = True
+    assert exported_config(run.policy).use_amp
+    in_float32 = replace(run.policy, train=replace(run.policy.train, precision="fp32"))
+    assert not exported_config(in_float32).use_amp
     assert {"train_expert_only", "freeze_vision_encoder"} <= family_of(config).ignored_options.keys()
 
 

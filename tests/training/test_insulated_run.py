@@ -13,13 +13,14 @@ from tests.training.test_export import check_export
 from util import full_tensor
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.policies.action_tokens import ActionTokenizer
+from vla_finetuning.policies.action_tokens import ACTION_TOKENIZER_FOLDER, ActionTokenizer
 from vla_finetuning.policies.families.insulation import ADAPTED, TOKENS, TOKENS_MASK, InsulatedPI05
 from vla_finetuning.policies.family import Chunks
 from vla_finetuning.policies.pipelines import tokenizer_step
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, TEXT_MASK, ends_of_text, with_text
 from vla_finetuning.run.push import exported_files
+from vla_finetuning.training import chunks
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.model import make_prepare
@@ -181,16 +182,31 @@ def test_text_that_cannot_be_tokenized_is_refused(setting, text, error):
 
 
 def test_resumed_run_uses_its_first_tokenizer(setting, tmp_path):
-    chunks = np.random.default_rng(1).normal(size=(50, 10, 4)).cumsum(axis=1).clip(-1, 1)
-    sample = [Chunks(chunks, np.zeros(4), np.ones(4), tuple("abcd"))]
-    first = InsulatedPI05("pi05", vocabulary=SPARE_WORDS - 2).fit_to_rows(lambda: sample, tmp_path)
-    assert first.action_tokenizer == ActionTokenizer.fit(chunks, SPARE_WORDS - 2)
+    actions = np.random.default_rng(1).normal(size=(50, 10, 4)).cumsum(axis=1).clip(-1, 1)
+    sample = [Chunks(actions, np.zeros(4), np.ones(4), tuple("abcd"))]
+    first = InsulatedPI05("pi05", vocabulary=SPARE_WORDS - 2).fit_to_rows(lambda: sample, None)
+    first.save_fitted(tmp_path)
+    assert first.action_tokenizer == ActionTokenizer.fit(actions, SPARE_WORDS - 2)
     assert InsulatedPI05("pi05").fit_to_rows(lambda: pytest.fail("read again"), tmp_path) == first
     lines = InsulatedPI05("pi05", vocabulary=SPARE_WORDS - 8).describe_chunks(lambda: sample, tmp_path)
     assert f"as {SPARE_WORDS - 2} tokens" in lines[0] and "before its first step" not in " ".join(lines)
     different = InsulatedPI05("pi05", action_tokenizer=ActionTokenizer.load(setting[0] / "tokenizer"))
     with pytest.raises(ValueError, match="has the tokenizer that this run was started with"):
         different.fit_to_rows(lambda: sample, tmp_path)
+
+
+def test_tokenizer_is_fitted_anew_until_there_is_a_checkpoint(setting, monkeypatch):
+    run = resolved(setting, "anew", **{"train.action_tokenizer": "fit"})
+    folder = run.job.output_dir / ACTION_TOKENIZER_FOLDER
+    ActionTokenizer.load(setting[0] / "tokenizer").save(folder)
+    sample = [Chunks(ACTION_CHUNKS[:20], np.zeros(4), np.ones(4), tuple("abcd"))]
+    monkeypatch.setattr(chunks, "read_chunks", lambda run: sample)
+    fitted = family_of(chunks.fit_to_rows(run).policy.config).action_tokenizer
+    assert fitted == ActionTokenizer.load(folder) != ActionTokenizer.load(setting[0] / "tokenizer")
+    run = resolved(setting, "anew", **{"train.action_tokenizer": "fit"})
+    monkeypatch.setattr(chunks, "latest_checkpoint", lambda folder: folder / "step_00000001")
+    monkeypatch.setattr(chunks, "read_chunks", lambda run: pytest.fail("read again"))
+    assert family_of(chunks.fit_to_rows(run).policy.config).action_tokenizer == fitted
 
 
 def family_from(setting, policy, tokenizer):

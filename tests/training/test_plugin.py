@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from lerobot.configs import PreTrainedConfig
-from lerobot.policies.factory import make_pre_post_processors
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
 from tests.datasets import make_dataset
 from tests.tiny_backbones import KINDS, Kind
@@ -131,6 +131,13 @@ def test_run_starts_from_saved_weights_of_an_installed_policy(dataset, tmp_path)
         part.save_pretrained(tmp_path / "saved")
     start = resolved_from(tmp_path / "saved", dataset, "xyz").policy.start().state_dict()
     assert all(torch.equal(start[name], value) for name, value in policy.state_dict().items())
+
+
+def test_installed_policy_with_an_update_hook_is_refused(dataset, monkeypatch):
+    find_type("xyz")
+    monkeypatch.setattr(get_policy_class("xyz"), "update", lambda policy: None, raising=False)
+    with pytest.raises(ValueError, match=r"lerobot-train calls its update\(\) after each step"):
+        resolved(dataset, "xyz")
 
 
 def test_policy_derived_from_a_known_type_is_trained_by_its_own_forward(dataset):

@@ -24,7 +24,14 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.options.train import LOSS_OPTIONS, TrainOptions
 from vla_finetuning.policies.loading import check_weights, fetch_pretrained, load_policy_config, make_policy_config
 from vla_finetuning.policies.meta import meta_policy
-from vla_finetuning.policies.registry import family_of, require_trained, supports, train_by_options, types_that
+from vla_finetuning.policies.registry import (
+    family_of,
+    refuse_update,
+    require_trained,
+    supports,
+    train_by_options,
+    types_that,
+)
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, code_source, remote_code
 from vla_finetuning.policies.spec import pretrained_digests, weights_file
 from vla_finetuning.policies.trainable import TrainableReport, choose_trainable, with_float32_masters
@@ -71,10 +78,13 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
             f"{types_that(lambda family: family.row_losses)}; this is a '{policy_type}': use --dataset.on_error=stop"
         )
     family.check_run(config)
+    refuse_update(base.config)
     config = decided(config, {"policy_revision": base.identity["revision"]})
     train_by_options(base.config, config.train, base.folder)
-    if config.train.precision == "auto" and family.in_float32 and not base.config.use_amp:
-        config = decided(config, {"train.precision": "fp32"})  # as LeRobot trains it on GPUs, too
+    # As LeRobot trains it on GPUs, too: there `use_amp` decides for types without `dtype`.
+    refused = not hasattr(base.config, "dtype") and any(o.startswith("--use_amp") for o in config.policy_options)
+    if config.train.precision == "auto" and (family.in_float32 or refused) and not base.config.use_amp:
+        config = decided(config, {"train.precision": "fp32"})
     return config, base
 
 

@@ -264,21 +264,21 @@ class Family:
         """Return a micro-batch's columns, extended on the host in the training worker by what the loss needs."""
         return columns
 
-    def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> Family:
+    def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path | None) -> Family:
         """Return the family fitted to a run's rows before training. Called on the driver at each start.
 
         Args:
             chunks: function that reads a fixed sample of the run's action chunks, by robot.
-            folder: where fitted state is saved.
+            folder: folder with the fitted state that checkpoints were trained with (`save_fitted`), None without one.
         """
         return self
 
-    def describe_chunks(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> list[str]:
-        """Return lines for the plan that describe how the family encodes action chunks, by state in `folder` if any."""
+    def describe_chunks(self, chunks: Callable[[], Sequence[Chunks]], folder: Path | None) -> list[str]:
+        """Return lines for the plan that describe how the family encodes action chunks. Arguments as `fit_to_rows`."""
         return []
 
     def save_fitted(self, folder: Path) -> None:
-        """Write state from `fit_to_rows` into the folder of an exported policy, for later runs from it."""
+        """Write state from `fit_to_rows` into the folder of a run, or of an exported policy for later runs from it."""
 
     def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
         """Draw noise and time of a step, (rows, ...), by (seed, step, rows); None if the policy draws them itself."""

@@ -16,6 +16,7 @@ from lerobot.configs import PreTrainedConfig
 from lerobot.optim import LRSchedulerConfig, OptimizerConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from util import trainable_parameters, warmup_cosine
 from vla_finetuning.lerobot_options import read_options
@@ -139,9 +140,15 @@ class Recipe:
         disabled = logging.root.manager.disable
         logging.disable(max(disabled, logging.INFO))  # `describe` says what LeRobot logs
         try:
-            (factor,) = self.scheduler.build(carrier, steps).lr_lambdas
+            built = self.scheduler.build(carrier, steps)
         finally:
             logging.disable(disabled)
+        if not isinstance(built, LambdaLR):
+            raise ValueError(
+                f"the policy's {type(self.scheduler).__name__} makes a {type(built).__name__}, and rates are computed "
+                "from a LambdaLR: give --warmup_frac or --final_lr_frac, which replace it"
+            )
+        (factor,) = built.lr_lambdas
         return lambda step: self.peak * factor(step)
 
     def describe(self, steps: int) -> list[str]:

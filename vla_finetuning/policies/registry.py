@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lerobot.configs import PreTrainedConfig
+from lerobot.policies.factory import get_policy_class
 from lerobot.utils.import_utils import register_third_party_plugins
 
 from vla_finetuning.options.train import TrainOptions
@@ -92,6 +93,15 @@ def require_trained(policy_type: Any, source: str) -> None:
     if family.refused:
         raise ValueError(
             f"{source}: a '{policy_type}' is not trained here: {family.refused}. Train it with lerobot-train"
+        )
+
+
+def refuse_update(config: PreTrainedConfig) -> None:
+    """Raise ValueError for an installed policy with `update()`, which `lerobot-train` calls after each step."""
+    if _package(type(config)) not in PROVEN and hasattr(get_policy_class(config.type), "update"):
+        raise ValueError(
+            f"a '{config.type}' is not trained here: lerobot-train calls its update() after each step, which this "
+            "program does not. Train it with lerobot-train"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from vla_finetuning.policies.action_tokens import VOCABULARY, ActionTokenizer, d
 from vla_finetuning.policies.family import Chunks
 from vla_finetuning.policies.registry import family_of, train_as
 from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import Columns, LazyPickle
 
@@ -65,8 +67,9 @@ def sample_chunks(run: Run) -> list[Chunks]:
 def fit_to_rows(run: Run) -> Run:
     """Fit the policy's family to the run's rows in a Ray Data pass, and return the run."""
     config = run.policy.config
-    family = family_of(config).fit_to_rows(lambda: read_chunks(run), run.job.output_dir)
+    family = family_of(config).fit_to_rows(lambda: read_chunks(run), _fitted_folder(run))
     if family is not family_of(config):
+        family.save_fitted(run.job.output_dir)
         for changed in (config, *(robot.config for robot in run.robots)):
             train_as(changed, family)
     return run
@@ -74,7 +77,12 @@ def fit_to_rows(run: Run) -> Run:
 
 def describe_chunks(run: Run) -> list[str]:
     """Return the plan's lines on action chunks, from a sample of the run's rows."""
-    return family_of(run.policy.config).describe_chunks(lambda: sample_chunks(run), run.job.output_dir)
+    return family_of(run.policy.config).describe_chunks(lambda: sample_chunks(run), _fitted_folder(run))
+
+
+def _fitted_folder(run: Run) -> Path | None:
+    """Return the run's folder if it has a checkpoint: before that, options and rows may change."""
+    return run.job.output_dir if latest_checkpoint(run.job.checkpoints_dir) is not None else None
 
 
 def describe_tokens_of(meta: DatasetMetadata, name: str, chunk_size: int) -> list[str]:

@@ -142,6 +142,8 @@ def exported_config(spec: PolicySpec) -> PreTrainedConfig:
     for name in replaced.keys() & family_of(config).ignored_options.keys():
         setattr(config, name, replaced[name])
     config.use_peft = False
+    if spec.train.precision == "fp32":  # LeRobot would act in float16, which nothing trained
+        config.use_amp = False
     return config
 
 

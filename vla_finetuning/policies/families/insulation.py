@@ -236,8 +236,8 @@ class InsulatedPI05(PI05):
         masks = {key: _loss_mask(columns, key) for key in (TOKENS_MASK, TEXT_MASK) if key in columns}
         return {**columns, **{key + INDICES: np.flatnonzero(mask) for key, mask in masks.items()}}
 
-    def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> InsulatedPI05:
-        """Load the tokenizer that an earlier start wrote into the run's folder, or fit and write it.
+    def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path | None) -> InsulatedPI05:
+        """Load the tokenizer that checkpoints were trained with, or fit one.
 
         Raises:
             ValueError: the folder holds no valid tokenizer, or another one than the option names.
@@ -247,20 +247,18 @@ class InsulatedPI05(PI05):
             sample = chunks()
             tokenizer = self.action_tokenizer or self._fitted(sample)
             print_safe(*describe_tokens(tokenizer, sample))
-            tokenizer.save(folder / ACTION_TOKENIZER_FOLDER)
         return replace(self, action_tokenizer=tokenizer, vocabulary=tokenizer.vocabulary)
 
-    def describe_chunks(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> list[str]:
+    def describe_chunks(self, chunks: Callable[[], Sequence[Chunks]], folder: Path | None) -> list[str]:
         tokenizer, sample = self._written(folder) or self.action_tokenizer, chunks()
         if tokenizer is not None:
             return describe_tokens(tokenizer, sample)
         fitted = "with a tokenizer fitted to this sample; before its first step the run fits one to up to 20,000 chunks"
         return [*describe_tokens(self._fitted(sample), sample), " " * 13 + fitted]
 
-    def _written(self, folder: Path) -> ActionTokenizer | None:
+    def _written(self, folder: Path | None) -> ActionTokenizer | None:
         """Return the tokenizer in the run's folder; refuse another one than the option names."""
-        folder = folder / ACTION_TOKENIZER_FOLDER
-        if not (folder / MODEL_FILE).is_file():
+        if folder is None or not ((folder := folder / ACTION_TOKENIZER_FOLDER) / MODEL_FILE).is_file():
             return None
         written = ActionTokenizer.load(folder)
         if self.action_tokenizer not in (None, written):
