@@ -376,7 +376,7 @@ def test_nondeterministic_reset_is_refused():
     ("changes", "message"),
     [
         ({"grpo.groups": 3, "scaling.num_workers": 2}, "equally many groups; give 4"),
-        ({"lr": "null"}, "--lr=null: imitation's own rate.*give a number"),
+        ({"lr": "null"}, "--lr=null: expected a number, above 0"),
         ({"scaling.strategy": "fsdp2"}, "use --scaling.strategy=ddp"),
         ({"env.type": "nowhere"}, "LeRobot knows no such environment"),
         ({"grpo.kl": 0.1, "grpo.method": "filtered"}, "--grpo.kl=0.1 with --grpo.method=filtered: .* leave it out"),

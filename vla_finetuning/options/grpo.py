@@ -128,10 +128,6 @@ class GrpoOptions:
                 "--train.compile=true: decisions come in batches of any size, and each size would be compiled; leave "
                 "it out"
             )
-        if config.lr is None:
-            raise ValueError(
-                "--lr=null: imitation's own rate is far too high for learning from success; give a number, as 5e-6"
-            )
         if workers.min_workers is not None:
             raise ValueError(
                 f"--scaling.num_workers {workers.min_workers},{workers.num_workers}: groups are shared out evenly "

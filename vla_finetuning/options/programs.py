@@ -217,7 +217,7 @@ class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyO
     eval: EvalOptions = field(default_factory=EvalOptions)
 
     # The published rate for PI0.5; the rate of imitation is several times higher.
-    lr: float | None = option(5e-6, "Learning rate after the warm-up.", above=0)
+    lr: float = option(5e-6, "Learning rate after the warm-up.", above=0)
     save_freq: int = option(10, "Iterations between checkpoints.", min=1)
 
     def check(self, config: Any) -> None:
@@ -248,7 +248,7 @@ class ValueConfig(LogOptions, LengthOptions, RunPolicyOptions, JobOptions):
     scaling: ScalingOptions = field(default_factory=ScalingOptions)
 
     # A small head trains on fixed features.
-    lr: float | None = option(1e-3, "Peak learning rate.", above=0)
+    lr: float = option(1e-3, "Peak learning rate.", above=0)
 
     def training(self) -> Config:
         """Return the options that `training/` reads, with defaults for options that value.py lacks."""

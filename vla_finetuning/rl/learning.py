@@ -26,7 +26,6 @@ def build_grpo_optimizer(config: GrpoConfig, objective: Objective) -> TrainableO
     """
     policy, critic = objective.loss.policy, objective.critic
     preset = policy.config.get_optimizer_preset()
-    assert config.lr is not None  # `GrpoOptions.check` refuses it
     peak, warmup = config.lr, config.grpo.warmup
     optimizer = make_trainable_optimizer(
         policy,
