@@ -219,7 +219,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
         demonstrations = resolve_demonstrations(config, config.grpo.demonstrations)
         identity["demonstrations"] = demonstrations.identity
     if states:
-        identity["reserved"] = {task: list(split.evaluated) for task, split in states.items()}
+        identity["reserved"] = {task: list(split.evaluated) if split.reserved else [] for task, split in states.items()}
     job = make_job(training, policy, config.grpo.iterations, identity, config.grpo.minibatch)
     return GrpoRun(config, job, policy, Scene(env, makers, cameras, longest_episode(env), states), demonstrations)
 
