@@ -78,7 +78,8 @@ class Listed(Point):
 class Named(Point):
     """Names its step limit, as LeRobot's environments do, and leaves it to others to enforce it."""
 
-    _max_episode_steps = 4
+    def __init__(self, limit=4):
+        self._max_episode_steps = limit
 
 
 DEFECTS = {
@@ -99,6 +100,7 @@ for name, (entry_point, kwargs) in DEFECTS.items():
     gymnasium.register(f"broken/{name}-v0", entry_point=entry_point, kwargs=kwargs, max_episode_steps=5)
 gymnasium.register("broken/Endless-v0", entry_point=Point)
 gymnasium.register("broken/Named-v0", entry_point=Named)
+gymnasium.register("broken/Unbounded-v0", entry_point=Named, kwargs={"limit": float("inf")})
 SHAPES = {"action": (3,), "agent_pos": (3,), "pixels": (32, 32, 3)}
 
 

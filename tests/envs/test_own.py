@@ -110,8 +110,10 @@ def test_environment_without_step_limit_is_refused():
     assert played(broken("Endless", "--episode_length=3"))["error"] is None
     with pytest.raises(ContractError, match=message):
         played(task_makers(env_config("unlimited_point", [f"--discover_packages_path={BROKEN}"])))
-    named = ["--task=Named-v0", f"--discover_packages_path={BROKEN}"]
-    assert played(task_makers(env_config("unlimited_point", named)))["steps"] == 4
+    for name, success in (("Named-v0", False), ("Unbounded-v0", True)):
+        named = [f"--task={name}", f"--discover_packages_path={BROKEN}"]
+        line = played(task_makers(env_config("unlimited_point", named)), action=1.0)
+        assert line["error"] is None and line["success_at_end"] is success and (line["steps"] == 4) is not success
 
 
 def test_infinite_info_value_is_written_as_json():

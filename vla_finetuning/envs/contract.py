@@ -123,7 +123,8 @@ def checked(
 ) -> gymnasium.Env[Any, Any]:
     """Make an environment wrapped in `Contract`, after its packages are imported. Runs in a stage.
 
-    Its step limit is enforced, as by LeRobot's evaluation: an environment may only name it.
+    Its step limit is enforced, as by LeRobot's evaluation: an environment may only name it. An environment that names
+    another value, such as infinity, ends by itself.
 
     Args:
         make: a pickled `Maker`.
@@ -134,7 +135,7 @@ def checked(
     if module is not None:
         load_module(module)
     env = pickle.loads(make)()
-    if (limit := attribute(env, "_max_episode_steps")) is not None:
+    if isinstance(limit := attribute(env, "_max_episode_steps"), int) and limit > 0:
         env = gymnasium.wrappers.TimeLimit(env, limit)
     return Contract(env, shapes or {}, module is not None)
 
