@@ -317,6 +317,8 @@ def test_resume_with_another_environment_is_refused_after_an_evaluation(setting,
     (tmp_path / "run" / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(ValueError, match="env_type was None, is two_bins: evaluations.jsonl has the success"):
         checked(changed, run.job.start, run.job.steps, run.job.disk_bytes)
+    (tmp_path / "run" / "config.json").write_text(json.dumps(changed.to_json()))
+    checked(replace(changed, env_type=None), run.job.start, run.job.steps, run.job.disk_bytes)  # none any more
 
 
 def test_a_run_that_was_trained_is_not_begun_anew(finished, tmp_path, capsys):

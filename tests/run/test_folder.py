@@ -35,6 +35,10 @@ def test_what_a_resumed_run_is_given_anew_is_told(tmp_path):
     assert changed_options(resumed) == [f"lr was 0.001, is 0.0005; {follows}", "scaling.num_workers was 2, is 4"]
     assert changed_options(replace(started, resume=True)) == []
     assert changed_options(replace(resumed, resume=False)) == []
+    earlier = started.to_json()
+    del earlier["train"]["flow_weight"]  # as an earlier version wrote it
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(earlier))
+    assert changed_options(replace(started, resume=True)) == []
 
 
 def test_a_resumed_run_keeps_what_its_checkpoints_are_ranked_and_normalised_by(tmp_path):

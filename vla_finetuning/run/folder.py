@@ -201,11 +201,12 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
             print_safe("Lease        none (--lease=false): two processes with this --output_dir would destroy the run")
         # Nodes may have checkpoints that did not reach the bucket.
         is_trained = attempts(folder) if mirror_of(folder) else latest_checkpoint(folder / CHECKPOINTS_NAME)
-        is_ranked = is_trained and getattr(config, "best_kept", 0)
+        is_ranked = getattr(config, "best_kept", 0) and is_trained
         for changed in changed_options(config):
             if is_trained and changed.startswith(NORMALISATION):
                 raise ValueError(f"--{changed}: a run keeps its statistics; give what it was, or another --output_dir")
-            if changed.startswith(EVALUATION_OPTIONS) and evaluations(config.folder):
+            is_playing = getattr(config, "env_type", None) is not None
+            if is_playing and changed.startswith(EVALUATION_OPTIONS) and evaluations(folder):
                 raise ValueError(
                     f"{changed}: {EVALUATIONS_NAME} has the success of checkpoints as it was; give what it was, or "
                     f"remove {EVALUATIONS_NAME}, and the checkpoints that are left play again"
@@ -340,11 +341,12 @@ def changed_options(config: JobOptions) -> list[str]:
     path = config.folder / CONFIG_NAME
     if not (config.resume and path.is_file()):
         return []
-    paths = {option.path for option in options_of(type(config))}
-    was, now = (dict(leaves(options, paths)) for options in (json.loads(path.read_text()), config.to_json()))
-    changed = [name for name, value in now.items() if name not in (*PER_START, "given") and value != was.get(name)]
+    defaults = {option.path: option.default for option in options_of(type(config))}
+    saved, now = (dict(leaves(options, defaults)) for options in (json.loads(path.read_text()), config.to_json()))
+    was = defaults | saved  # an earlier version wrote fewer options
+    changed = [name for name, value in now.items() if name not in (*PER_START, "given") and value != was[name]]
     follows = "; the learning rate of the steps that are left changes with it"
-    return [f"{name} was {was.get(name)}, is {now[name]}" + follows * (name in SCHEDULE) for name in changed]
+    return [f"{name} was {was[name]}, is {now[name]}" + follows * (name in SCHEDULE) for name in changed]
 
 
 def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> None:
