@@ -58,7 +58,7 @@ def dataset(prepared):
 # --- shape -----------------------------------------------------------------------------------------------------------
 
 
-def test_it_is_shaped_like_real_ones(metadata):
+def test_demo_dataset_has_varied_cameras_and_lengths(metadata):
     sizes = {key: tuple(metadata.features[key]["shape"]) for key in metadata.video_keys}
     assert len(sizes) == 3 and len(set(sizes.values())) > 1
     for key in sizes:
@@ -71,7 +71,7 @@ def test_it_is_shaped_like_real_ones(metadata):
     assert min(lengths) < CHUNK_SIZE
 
 
-def test_files_roll_over_at_episodes_that_differ_among_cameras(metadata):
+def test_data_and_video_files_roll_over_at_different_episodes(metadata):
     episodes = metadata.episodes
     starts = {}
     for key in ("data", *(f"videos/{key}" for key in metadata.video_keys)):
@@ -84,7 +84,7 @@ def test_files_roll_over_at_episodes_that_differ_among_cameras(metadata):
 # --- on disk ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_low_dimensional_bytes_are_a_function_of_the_seed(tmp_path):
+def test_parquet_files_depend_only_on_seed(tmp_path):
     a, b = (make_demo_dataset(tmp_path / name, pairs=2, seed=1) for name in "ab")
     files = [path.relative_to(a) for path in (a / "meta/tasks.parquet", *(a / "data").rglob("*.parquet"))]
     assert len(files) >= 2 and all((a / file).read_bytes() == (b / file).read_bytes() for file in files)
@@ -94,7 +94,7 @@ def test_the_low_dimensional_bytes_are_a_function_of_the_seed(tmp_path):
 # --- base ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_base_fits_the_dataset(prepared, dataset):
+def test_base_policy_predicts_from_demo_rows(prepared, dataset):
     _, base, _ = prepared
     config = PreTrainedConfig.from_pretrained(base)
     policy = get_policy_class(config.type).from_pretrained(base, config=config)
@@ -110,7 +110,7 @@ def test_the_base_fits_the_dataset(prepared, dataset):
     assert not (prepared_batch["observation.language.tokens"] == tokenizer.unk_token_id).any()
 
 
-def test_everything_is_made_once(prepared, monkeypatch):
+def test_cached_demo_is_reused(prepared, monkeypatch):
     root, base, cache = prepared
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     monkeypatch.setattr(demo, "writing_videos", None)  # called only to write
@@ -119,7 +119,7 @@ def test_everything_is_made_once(prepared, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
 
 
-def test_anybodys_dataset_gets_a_base_of_its_own(prepared, tmp_path):
+def test_base_for_user_dataset_is_separate(prepared, tmp_path):
     base = base_for(tmp_path / "cache", make_dataset(tmp_path / "own", fps=5))
     assert base != prepared[1] and base.parent == tmp_path / "cache"
     assert PreTrainedConfig.from_pretrained(base).chunk_size == 5
@@ -161,7 +161,7 @@ print(os.SCHED_FIFO in policies())
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="only root has this on Linux")
-def test_the_encoder_leaves_no_real_time_threads_behind(tmp_path):
+def test_video_encoder_leaves_no_real_time_threads(tmp_path):
     """With the control that it makes some: a Ray cluster that inherits that can stand still for ever."""
     root = Path(demo.__file__).parents[2]
     command = [sys.executable, "-c", ENCODE, str(tmp_path / "video.mp4")]
@@ -169,7 +169,7 @@ def test_the_encoder_leaves_no_real_time_threads_behind(tmp_path):
     assert found.stdout.splitlines()[-2:] == [str([os.SCHED_OTHER]), "True"]
 
 
-def test_demonstrators_disobey_in_the_share_of_episodes_that_was_asked_for(tmp_path):
+def test_disobedient_share_changes_actions_not_instructions(tmp_path):
     """The instruction stays what it was; nothing else changes."""
     wrong = demo.disobeyed(3, 0.3)
     assert wrong.sum() == round(6 * 0.3)
@@ -185,7 +185,7 @@ def test_demonstrators_disobey_in_the_share_of_episodes_that_was_asked_for(tmp_p
 # --- in a run --------------------------------------------------------------------------------------------------------
 
 
-def test_a_rehearsals_scene_is_not_that_of_the_demos_environment(prepared, tmp_path, monkeypatch):
+def test_rehearsal_on_user_dataset_is_not_demo(prepared, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "DEMO_CACHE", prepared[2])
     root = make_dataset(tmp_path / "mine", state_dim=6, action_dim=5, cameras={"observation.images.left": (40, 64)})
     command = ["--preset", "demo", f"--dataset.root={root}", f"--output_dir={tmp_path / 'run'}", "--batch_size=8"]
@@ -194,7 +194,7 @@ def test_a_rehearsals_scene_is_not_that_of_the_demos_environment(prepared, tmp_p
     assert not is_demo(others.config, others.policy) and is_demo(own.config, own.policy)
 
 
-def test_a_folder_appears_complete_or_not_at_all(tmp_path):
+def test_atomic_folder_appears_complete_or_not_at_all(tmp_path):
     folder = tmp_path / "deep" / "folder"
     with pytest.raises(RuntimeError), atomic_folder(folder) as partial:
         partial.mkdir()
@@ -204,7 +204,7 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path):
     assert list(folder.parent.iterdir()) == []
 
 
-def test_the_first_of_two_writers_wins(tmp_path):
+def test_atomic_folder_keeps_first_of_two_writers(tmp_path):
     folder = tmp_path / "folder"
     with atomic_folder(folder) as late:
         late.mkdir()

@@ -81,7 +81,7 @@ def once(left, dataset=0, dropped=0):
     )
 
 
-def test_what_idles_is_not_trained_on_with_all_other_choices(setting):
+def test_skip_idle_combines_with_other_row_options(setting):
     skip = "--dataset.skip_idle=0.5"
     run = run_of(setting, skip)
     assert rows_of(run, 0) == rows_of(run, 1) == once(LEFT)
@@ -106,7 +106,7 @@ def test_what_idles_is_not_trained_on_with_all_other_choices(setting):
     assert not plain.rows.described and plain.rows.per_epoch == sum(EPISODES)
 
 
-def test_frames_that_are_left_have_their_whole_action_chunks(setting):
+def test_skip_idle_rows_match_lerobot_action_chunks(setting):
     """The rows are LeRobot's, actions beyond the stretch included."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
@@ -127,7 +127,7 @@ def test_frames_that_are_left_have_their_whole_action_chunks(setting):
             assert np.array_equal(rows["observation.images.top"][at], (image * 255).round().numpy().astype(np.uint8))
 
 
-def test_statistics_are_of_the_frames_that_do_not_idle(setting):
+def test_exact_statistics_exclude_idle_frames(setting):
     """The last ones of an episode among them; in a mixture by what an epoch has of each dataset."""
     exact = ("--dataset.skip_idle=0.5", "--dataset.statistics=exact", "--dataset.drop_n_last_frames=3")
     left = np.concatenate([START[episode] + np.array(frames) for episode, frames in LEFT.items()])
@@ -147,7 +147,7 @@ def test_statistics_are_of_the_frames_that_do_not_idle(setting):
         np.testing.assert_array_equal(found[name], expected)
 
 
-def test_weighted_episodes_come_as_often_as_they_weigh(setting):
+def test_episode_weights_set_row_counts_per_epoch(setting):
     weights = f"--dataset.episode_weights=@{setting[0] / 'weights.json'}"
     run = run_of(setting, weights, "--steps=200")
     assert run.config.dataset.episode_weights == weights.partition("=")[2]
@@ -171,7 +171,7 @@ def test_weighted_episodes_come_as_often_as_they_weigh(setting):
     assert "1 have weight 0 by --dataset.episode_weights" in plan
 
 
-def test_a_run_goes_on_only_with_the_frames_it_was_started_with(setting, tmp_path):
+def test_resume_with_changed_episode_weights_is_refused(setting, tmp_path):
     path = tmp_path / "weights.csv"
     path.write_text("episode_index,weight\n0,2\n")
     flags = ("--dataset.skip_idle=0.5", f"--dataset.episode_weights=@{path}")
@@ -183,7 +183,7 @@ def test_a_run_goes_on_only_with_the_frames_it_was_started_with(setting, tmp_pat
         check_resumable(start, again)
 
 
-def test_frames_of_which_none_is_left_are_refused(setting):
+def test_skip_idle_without_remaining_frames_is_refused(setting):
     with pytest.raises(ValueError, match="nothing moves for longer than .*nothing is left; raise it"):
         run_of(setting, "--dataset.skip_idle=0.5", "--dataset.episodes=4")
 
@@ -214,7 +214,7 @@ def recorded(setting, tmp_path):
     return record
 
 
-def test_check_rows_proves_that_rows_came_as_often_as_chosen(setting, recorded, capsys):
+def test_check_rows_finds_lost_doubled_and_unchosen_rows(setting, recorded, capsys):
     weights = f"--dataset.episode_weights=@{setting[0] / 'weights.json'}"
     run = recorded(weights, "--dataset.skip_idle=0.5", steps=60)
     epochs = check_rows.check_rows(run)

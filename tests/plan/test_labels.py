@@ -23,7 +23,7 @@ def random_labels(frames, seed=0):
     return np.random.default_rng(seed).random(frames) < 0.5
 
 
-def test_what_is_written_is_read_by_episode_and_frame(meta, tmp_path):
+def test_labels_round_trip_by_episode_and_frame(meta, tmp_path):
     path, positive = tmp_path / "labels.parquet", random_labels(9)
     write_labels(path, [meta], [np.array([0, 2])], {"positive": positive, "value": np.zeros(9, np.float32)})
     rows = pq.read_table(path).to_pylist()
@@ -44,7 +44,7 @@ def _other(path, meta, tmp_path):
     return other
 
 
-def test_one_dataset_may_have_moved_and_several_may_not(meta, tmp_path):
+def test_labels_of_moved_dataset_are_read_if_only_one(meta, tmp_path):
     path, moved = tmp_path / "labels.parquet", replace(meta, root="/elsewhere")
     everything = np.arange(3)
     write_labels(path, [meta], [everything], {"positive": random_labels(12)})
@@ -58,7 +58,7 @@ def test_one_dataset_may_have_moved_and_several_may_not(meta, tmp_path):
     assert [*first, *second] == both.tolist()
 
 
-def test_a_frame_without_a_label_and_a_label_without_a_frame_are_refused(meta, tmp_path):
+def test_labels_and_frames_must_match(meta, tmp_path):
     path = tmp_path / "labels.parquet"
     write_labels(path, [meta], [np.array([0])], {"positive": random_labels(4)})
     with pytest.raises(ValueError, match="5 frames have no label, the first in episode 2"):
@@ -69,7 +69,7 @@ def test_a_frame_without_a_label_and_a_label_without_a_frame_are_refused(meta, t
         read_labels(path, [meta], [np.arange(3)])
 
 
-def test_a_file_that_is_none_is_named(meta, tmp_path):
+def test_missing_or_invalid_label_file_is_refused(meta, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no such file; python value\.py writes it"):
         read_labels(tmp_path / "none.parquet", [meta], [np.arange(3)])
     path = tmp_path / "table.parquet"

@@ -117,7 +117,7 @@ def not_a_number(root):
     edit(root, "observation.state", of_episode(1, lambda frame, v: [float("nan"), *v[1:]] if frame == 5 else v))
 
 
-def test_every_kind_of_broken_episode_is_found(root, features):
+def test_look_finds_every_kind_of_broken_episode(root, features):
     gray_image(root)
     not_a_number(root)
     damaged_image(root)
@@ -136,7 +136,7 @@ def test_every_kind_of_broken_episode_is_found(root, features):
     assert "expected episode 3 frame 0 at row" in problems_of(root, features)[3]
 
 
-def test_one_episode_that_would_end_the_run(setting, root, capsys):
+def test_dry_run_proposes_flag_that_excludes_damaged_episode(setting, root, capsys):
     """The error names it and the flag that goes on without it, which works."""
     damaged_image(root)
     status, printed = dry_run(setting, root, capsys)
@@ -156,14 +156,14 @@ def test_one_episode_that_would_end_the_run(setting, root, capsys):
     ("fps", "start", "message"),
     [(20, 0.0, "no frame at .*; the video ends at|farther than the tolerance"), (10, 0.3, "no frame at")],
 )
-def test_videos_of_another_rate_or_beginning(root, features, fps, start, message):
+def test_look_finds_videos_with_wrong_rate_or_start(root, features, fps, start, message):
     for path in {video_of(root, episode) for episode in range(5)}:
         rewrite(path, fps, start)
     problems = problems_of(root, features)
     assert problems and all(re.search(message, problem) for problem in problems.values()), problems
 
 
-def test_videos_that_cannot_be_decoded(root, features):
+def test_look_finds_undecodable_video(root, features):
     path = video_of(root, 0)
     data = bytearray(path.read_bytes())
     at = data.index(b"mdat") + 8
@@ -172,7 +172,7 @@ def test_videos_that_cannot_be_decoded(root, features):
     assert str(path.relative_to(root)) in problems_of(root, features)[0]
 
 
-def test_what_is_skipped_is_said_and_what_is_not_finite_is_refused(setting, root, capsys):
+def test_on_error_skip_covers_damage_but_not_nan(setting, root, capsys):
     damaged_image(root)
     flags = ["--dataset.on_error=skip", "--dataset.max_skipped=0.5"]
     status, printed = dry_run(setting, root, capsys, *flags)
@@ -182,13 +182,13 @@ def test_what_is_skipped_is_said_and_what_is_not_finite_is_refused(setting, root
     assert status == 2 and "episode 1, frame 5: observation.state[0] is nan" in printed
 
 
-def test_every_dataset_of_several_roots_is_looked_at(setting, root, capsys):
+def test_look_covers_every_dataset_root(setting, root, capsys):
     gray_image(root)
     status, printed = dry_run(setting, root, capsys, f"--dataset.root={setting[1]},{root}")
     assert status == 2 and "found an image of mode L" in printed and f'{{"{root}": [0]}}' in printed
 
 
-def test_show_dataset_sees_the_same(root, capsys, tmp_path):
+def test_show_dataset_reports_episodes_that_would_end_a_run(root, capsys, tmp_path):
     edit(root, "timestamp", of_episode(2, lambda frame, v: v + 0.03 * (frame == 4)))
     assert show_dataset.main([str(root), "--output", str(tmp_path / "page.html")]) in (0, 1)
     assert "episode 2 would end a run: " in capsys.readouterr().out

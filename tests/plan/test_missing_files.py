@@ -60,7 +60,7 @@ def resolved(argv):
     return resolve(parse_args(argv), gpus_found=0)
 
 
-def test_the_proposed_flag_goes_on_without_the_episodes(setting, root):
+def test_proposed_exclude_flag_works_if_files_are_missing(setting, root):
     meta = load_metadata(root)
     argv = in_process.flags(setting, **{"dataset.root": root})
     message, proposed = refused(argv, resolved)
@@ -75,7 +75,7 @@ def test_the_proposed_flag_goes_on_without_the_episodes(setting, root):
     assert resolved([*argv, *proposed]).rows.train_episodes[0].tolist() == chosen[1:]
 
 
-def test_of_a_mixture_each_dataset_is_named(setting, root):
+def test_missing_files_in_mixture_name_each_dataset(setting, root):
     argv = in_process.flags(setting, **{"dataset.root": f"{setting[1]},{root}"})
     _, proposed = refused(argv, resolved)
     whole, holes = resolved([*argv, *proposed]).rows.train_episodes
@@ -88,7 +88,7 @@ def test_of_a_mixture_each_dataset_is_named(setting, root):
     assert f"exclude_episodes of {root} in the mixture: " in message and not proposed
 
 
-def test_skipping_covers_missing_files_up_to_its_limit(setting, root):
+def test_on_error_skip_covers_missing_files_up_to_max_skipped(setting, root):
     argv = in_process.flags(setting, **{"dataset.root": root, "dataset.on_error": "skip"})
     assert re.search(r"--dataset.max_skipped=0.01 is less than their \d+% of the frames", refused(argv, checked)[0])
     found = resolved([*argv, "--dataset.max_skipped=0.9"])
@@ -97,7 +97,7 @@ def test_skipping_covers_missing_files_up_to_its_limit(setting, root):
     assert f"the rows of {many} episodes are skipped, by --dataset.on_error" in describe(found)
 
 
-def test_a_camera_without_files_is_named(setting, root):
+def test_camera_without_any_file_is_refused_by_name(setting, root):
     """What is skipped is what some episodes lack, not a folder that is somewhere else."""
     shutil.copytree(setting[1] / "data", root / "data", dirs_exist_ok=True)
     shutil.rmtree(root / "videos" / WRIST)
@@ -110,7 +110,7 @@ def test_a_camera_without_files_is_named(setting, root):
     assert "use another dataset: every episode needs such files" in refused(argv, resolved)[0]
 
 
-def test_files_of_cameras_that_no_member_of_a_mixture_chooses_are_not_needed(setting, tmp_path):
+def test_files_of_unchosen_cameras_are_not_required(setting, tmp_path):
     root = shutil.copytree(setting[1], tmp_path / "one")
     shutil.rmtree(root / "videos" / WRIST)
     mixture = {str(root): {"camera_keys": [TOP]}}
@@ -132,7 +132,7 @@ def broken(setting, tmp_path):
     return root
 
 
-def test_a_broken_episode_is_refused_only_where_it_is_chosen(setting, broken):
+def test_broken_episode_metadata_is_refused_only_if_chosen(setting, broken):
     argv = in_process.flags(setting, **{"dataset.root": broken})
     message, proposed = refused(argv, checked, ValueError)
     assert "2 of 6 episodes cannot be read: episode 2 has empty as videos/" in message

@@ -119,7 +119,7 @@ def assert_same_statistics(run, other):
             np.testing.assert_array_equal(found.stats[key][name], value, err_msg=f"{key} {name}")
 
 
-def test_rows_statistics_and_processors_are_those_of_lerobots_names(settings):
+def test_rename_map_yields_same_rows_and_statistics(settings):
     stored = {"dataset.statistics": "stored"}
     plain, own = (
         resolved(setting, **stored, **more) for setting, more in zip(settings, ({}, {"rename_map": MAP}), strict=True)
@@ -130,7 +130,7 @@ def test_rows_statistics_and_processors_are_those_of_lerobots_names(settings):
     assert own.config.rename_map == json.loads(MAP), "what a resumed run is started with"
 
 
-def test_renamed_cameras_of_a_hub_dataset_are_fetched_by_their_own_names(settings, monkeypatch):
+def test_renamed_cameras_are_fetched_from_hub_by_stored_name(settings, monkeypatch):
     fetch = Mock(return_value=(str(settings[1][1]), "c0ffee"))
     monkeypatch.setattr("vla_finetuning.plan.datasets.fetch_dataset", fetch)
     flags = ["--dataset.repo_id=a/b", f"--rename_map={MAP}", "--policy.path=p", "--output_dir=o"]
@@ -139,7 +139,7 @@ def test_renamed_cameras_of_a_hub_dataset_are_fetched_by_their_own_names(setting
     assert datasets.members[0].camera_keys == ["observation.images.base_0_rgb"]
 
 
-def test_names_that_are_well_known_are_proposed(settings):
+def test_well_known_feature_names_are_proposed(settings):
     with pytest.raises(ValueError, match="no feature is called action or observation") as refused:
         resolved(settings[1])
     flag = re.search(r"--rename_map '(.*)' gives them LeRobot's names", str(refused.value))[1]
@@ -155,12 +155,12 @@ def test_names_that_are_well_known_are_proposed(settings):
         ({"observation.image": "observation.images.top"}, '"observation.images.top", and the datasets'),
     ],
 )
-def test_names_that_do_not_fit_are_refused(settings, names, message):
+def test_invalid_rename_map_is_refused(settings, names, message):
     with pytest.raises(ValueError, match=message):
         resolved(settings[1], rename_map=json.dumps({**json.loads(MAP), **names} if len(names) == 1 else names))
 
 
-def test_the_look_at_a_dataset_takes_names_too(settings, tmp_path, capsys):
+def test_show_dataset_takes_rename_map(settings, tmp_path, capsys):
     root, page = str(settings[1][1]), tmp_path / "page.html"
     names = json.dumps({**json.loads(MAP), "state": "observation.joints"})
     assert show_dataset([root, "--rename_map", names, "--output", str(page)]) == 0
@@ -170,7 +170,7 @@ def test_the_look_at_a_dataset_takes_names_too(settings, tmp_path, capsys):
     assert "did you mean state?" in capsys.readouterr().err
 
 
-def test_a_runs_report_looks_at_what_it_trains_on(settings, split, tmp_path):
+def test_report_reads_renamed_and_joined_features(settings, split, tmp_path):
     for setting, names in ((settings[1], {"rename_map": MAP}), (split, JOINED)):
         run = resolved(setting, output_dir=tmp_path, **names)
         record_run(run.job, run.policy, "", {}, run.rows)
@@ -178,7 +178,7 @@ def test_a_runs_report_looks_at_what_it_trains_on(settings, split, tmp_path):
         assert drawn["look"].ranges.keys() == {"observation.state", "action"}
 
 
-def test_a_state_in_several_features_is_that_of_one(settings, split):
+def test_joined_state_yields_same_rows_and_statistics(settings, split):
     more = {"dataset.statistics": "lerobot"}
     plain, joined = resolved(settings[0], **more), resolved(split, **more, **JOINED)
     assert_same_rows(plain, joined)
@@ -186,7 +186,7 @@ def test_a_state_in_several_features_is_that_of_one(settings, split):
     assert joined.rows.metas[0].features["observation.state"].names == ("joint_0", "joint_1", "joint_2", "joint_3")
 
 
-def test_an_action_beside_its_parts_and_parts_of_any_name(tmp_path):
+def test_joined_action_follows_order_of_rename_map(tmp_path):
     """As GR00T's modality.json lists them; the order is the map's, in a mixture the member's own."""
     root = make_dataset(tmp_path / "d", episodes=(4,), cameras={})
     whole = np.stack(pq.read_table(next(root.glob("data/*/*.parquet")))["action"].to_numpy())
@@ -214,7 +214,7 @@ def test_an_action_beside_its_parts_and_parts_of_any_name(tmp_path):
     np.testing.assert_array_equal(actions(found.metas[0]), whole[:, [2, 0, 1]])
 
 
-def test_a_joined_state_is_summed_up_looked_at_and_moved_as_one(settings, split):
+def test_joined_state_reads_equal_for_every_reader(settings, split):
     """By every reader of numbers."""
     plain = load_metadata(settings[0][1])
     (joined,) = with_names([load_metadata(split[1])], {}, ["joint_position", "gripper_position"])
@@ -237,7 +237,7 @@ def test_a_joined_state_is_summed_up_looked_at_and_moved_as_one(settings, split)
         np.testing.assert_array_equal(found, expected)
 
 
-def test_the_order_of_a_joined_state_is_the_flags_own_and_tells_statistics_apart(split):
+def test_order_of_state_features_changes_statistics_digest(split):
     one, other = (
         with_names([load_metadata(split[1])], {}, keys)[0]
         for keys in (list(DROID), ["joint_position", "gripper_position"])
@@ -249,7 +249,7 @@ def test_the_order_of_a_joined_state_is_the_flags_own_and_tells_statistics_apart
     )
 
 
-def test_a_mixture_joins_where_there_are_several(settings, split):
+def test_mixture_joins_only_members_with_split_state(settings, split):
     both = {"dataset.root": f"{settings[0][1]},{split[1]}", "dataset.statistics": "exact"}
     mixed = resolved(split, **both, **JOINED)
     plain, joined = (meta.features["observation.state"] for meta in mixed.rows.metas)
@@ -271,12 +271,12 @@ def test_a_mixture_joins_where_there_are_several(settings, split):
         ("joint_position,observation.images.base_0_rgb", "cannot be joined .* no vector"),
     ],
 )
-def test_features_that_cannot_be_joined_are_refused(split, keys, message):
+def test_invalid_state_features_are_refused(split, keys, message):
     with pytest.raises(ValueError, match=message):
         resolved(split, **{"dataset.state_features": keys})
 
 
-def test_a_state_beside_those_to_be_joined_is_not_hidden(tmp_path):
+def test_joining_beside_existing_state_is_refused(tmp_path):
     root = make_dataset(tmp_path / "both", episodes=(2,), cameras={}, extra_features=True)
     meta = load_metadata(root)
     with pytest.raises(ValueError, match="has a feature 'observation.state' beside observation.counter; name it"):
@@ -285,7 +285,7 @@ def test_a_state_beside_those_to_be_joined_is_not_hidden(tmp_path):
     assert joined.features["observation.state"].shape == (6,)
 
 
-def test_a_state_and_an_action_in_several_features_are_proposed(tmp_path):
+def test_split_state_and_action_are_proposed(tmp_path):
     """As in openpi's DROID, and as AgiBot's actions."""
     root = split_state(make_dataset(tmp_path / "droid", episodes=(2,), cameras={}), DROID)
     actions = {"action.gripper": [2], "action.arm": [0, 1]}
@@ -293,7 +293,7 @@ def test_a_state_and_an_action_in_several_features_are_proposed(tmp_path):
     assert proposed_names(meta) == (dict.fromkeys(actions, "action"), ["joint_position", "gripper_position"])
 
 
-def test_what_gr00ts_modality_names_is_proposed(tmp_path):
+def test_features_in_gr00t_modality_json_are_proposed(tmp_path):
     root = make_dataset(tmp_path / "gr00t", episodes=(2,), cameras={"observation.images.base_0_rgb": (48, 64)})
     split_state(root, {"arm": [0, 1], "hand": [2, 3]})
     rename_files(root, {"action": "command", "observation.images.base_0_rgb": "ego"})
@@ -317,7 +317,7 @@ def test_what_gr00ts_modality_names_is_proposed(tmp_path):
         with_names([load_metadata(root)], {})
 
 
-def test_cameras_that_nobody_knows_keep_their_own_name(settings, tmp_path):
+def test_unknown_camera_name_is_proposed_unchanged(settings, tmp_path):
     root = make_dataset(tmp_path / "odd", episodes=(2,), cameras=CAMERAS)
     meta = load_metadata(rename_files(root, {"observation.images.base_0_rgb": "cams.overhead"}))
     assert proposed_names(meta) == ({"cams.overhead": "observation.images.overhead"}, [])

@@ -29,7 +29,7 @@ def setting(tmp_path_factory):
 # ---- dimensions ----------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_says_which_dimensions_stay_absolute(setting):
+def test_plan_lists_dimensions_excluded_from_relative_actions(setting):
     joints = {"policy.relative_exclude_joints": '["motor_2", "MOTOR_0"]'}
     plan = describe(resolved(setting, **RELATIVE, **joints))
     assert "predicts 1 of 3 dimensions" in plan
@@ -46,12 +46,12 @@ def test_the_plan_says_which_dimensions_stay_absolute(setting):
         ({"policy.relative_exclude_joints": '["motor_1"]'}, "nothing without --policy.use_relative_actions"),
     ],
 )
-def test_joints_that_no_dimension_is_called_are_refused(setting, flags, message):
+def test_unknown_relative_exclude_joints_are_refused(setting, flags, message):
     with pytest.raises(ValueError, match=message):
         resolved(setting, **flags)
 
 
-def test_dimensions_that_no_dataset_has_are_refused(setting):
+def test_unknown_dimension_map_names_are_refused(setting):
     folder, root, _ = setting
     other = make_dataset(folder / "other", episodes=(4, 5), seed=1)
     two = {"dataset.root": f"{root},{other}"}
@@ -68,7 +68,7 @@ def test_dimensions_that_no_dataset_has_are_refused(setting):
 # ---- layers --------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_says_what_layers_adapters_are_in(setting):
+def test_plan_lists_adapted_layers(setting):
     flags = {"peft.target_modules": '["q_proj", "v_proj"]', "peft.full_training_modules": '["action_out_proj"]'}
     run = resolved(setting, **flags)
     plan, policy = describe(run), run.policy.start()
@@ -87,7 +87,7 @@ def test_the_plan_says_what_layers_adapters_are_in(setting):
         ({"peft.target_modules": '["q_proj"]', "peft.full_training_modules": '["lm_head"]'}, "training does not use"),
     ],
 )
-def test_layers_that_are_not_there_are_refused(setting, flags, message):
+def test_unknown_peft_modules_are_refused(setting, flags, message):
     with pytest.raises(ValueError, match=message):
         resolved(setting, **flags)
 
@@ -95,7 +95,7 @@ def test_layers_that_are_not_there_are_refused(setting, flags, message):
 # ---- features and columns ------------------------------------------------------------------------------------------
 
 
-def test_names_of_features_that_no_member_of_a_mixture_has_are_refused(setting):
+def test_unknown_feature_names_in_mixture_are_refused(setting):
     """Where some member has names of its own, too."""
     folder, root, _ = setting
     cameras = {"observation.images.front": (48, 64), WRIST: (96, 80)}
@@ -115,7 +115,7 @@ def test_names_of_features_that_no_member_of_a_mixture_has_are_refused(setting):
         plan(**{"dataset.state_features": "joints"})
 
 
-def test_a_camera_is_never_taken_for_another_one_of_a_mixture(setting):
+def test_member_rename_map_decides_camera_identity(setting):
     """A member's rename map decides, not that another dataset has a camera of the same name."""
     meta = load_metadata(setting[1])
     base, other = (f"{OBS_PREFIX}{name}" for name in ("base", "other"))
@@ -129,7 +129,7 @@ def test_a_camera_is_never_taken_for_another_one_of_a_mixture(setting):
         with_names([meta], {TOP: WRIST})
 
 
-def test_transforms_that_change_nothing_are_refused(setting):
+def test_image_transforms_without_effect_are_refused(setting):
     dark = {"weight": 0.0, "type": "ColorJitter", "kwargs": {"brightness": [0.5, 0.9]}}
     with pytest.raises(ValueError, match="dark have weight 0"):
         lerobot_step(ImageTransformOptions(enable=True, tfs={"dark": dark}))

@@ -32,7 +32,7 @@ def meta(tmp_path_factory):
     return load_metadata(root)
 
 
-def test_an_episode_succeeds_where_its_column_reaches_the_threshold(meta):
+def test_success_column_is_compared_with_threshold(meta):
     (found,) = episode_success(OutcomeOptions(success="next.reward"), [meta], [ALL], ["a"])
     assert found.tolist() == [False, True, False]
     (found,) = episode_success(OutcomeOptions(success="next.reward", threshold=0.3), [meta], [ALL], ["a"])
@@ -41,7 +41,7 @@ def test_an_episode_succeeds_where_its_column_reaches_the_threshold(meta):
     assert found.all()  # true counts as 1
 
 
-def test_episodes_that_are_not_chosen_are_not_read(meta, tmp_path, monkeypatch):
+def test_outcomes_of_unchosen_episodes_are_not_read(meta, tmp_path, monkeypatch):
     """As one whose file is missing, or a number that no episode has."""
     path, chosen = tmp_path / "outcomes.json", [np.array([1])]
     path.write_text(json.dumps({"1": 1, "2": 1}))
@@ -55,7 +55,7 @@ def test_episodes_that_are_not_chosen_are_not_read(meta, tmp_path, monkeypatch):
     assert np.flatnonzero(found).tolist() == [6]
 
 
-def test_corrections_are_frames_of_a_column_that_may_be_absent(meta):
+def test_corrected_frames_come_from_intervention_column(meta):
     (found,) = corrected_frames(OutcomeOptions(intervention="next.done"), [meta], [ALL])
     assert np.flatnonzero(found).tolist() == [3, 6, 11]
     (found,) = corrected_frames(OutcomeOptions(), [meta], [ALL])
@@ -64,7 +64,7 @@ def test_corrections_are_frames_of_a_column_that_may_be_absent(meta):
         corrected_frames(OutcomeOptions(intervention="is_interventoin"), [meta], [ALL])
 
 
-def test_lerobots_columns_of_corrections_are_known(meta):
+def test_lerobot_intervention_columns_are_recognized(meta):
     """A bool of shape (1,), as `next.done` is here; with and without, and by each dataset's own name."""
     names = ("intervention", TeleopEvents.IS_INTERVENTION.value)
     assert f'dataset_features["{names[0]}"]' in inspect.getsource(rollout_context)
@@ -78,7 +78,7 @@ def test_lerobots_columns_of_corrections_are_known(meta):
     assert corrected_frames(OutcomeOptions(intervention=names[0]), [both], [ALL])[0].sum() == 3
 
 
-def test_of_several_datasets_by_their_roots(meta, tmp_path):
+def test_outcome_file_by_dataset_root(meta, tmp_path):
     path = tmp_path / "outcomes.json"
     path.write_text(json.dumps({"a": {"0": True, "1": 0, "2": False}, "b": {"0": 0, "1": 0, "2": 1}}))
     found = episode_success(OutcomeOptions(success=f"@{path}"), [meta, meta], [ALL, ALL], ["a", "b"])
@@ -99,7 +99,7 @@ def test_of_several_datasets_by_their_roots(meta, tmp_path):
         ("@{tmp}/blank.csv", "the success of episode 1 is nan or an empty cell"),
     ],
 )
-def test_what_cannot_be_read_is_named(meta, tmp_path, success, said):
+def test_unreadable_outcomes_are_refused(meta, tmp_path, success, said):
     (tmp_path / "part.json").write_text(json.dumps({"0": 1, "1": 0}))
     (tmp_path / "blank.csv").write_text("episode_index,success\n0,1\n1,\n2,1\n")
     with pytest.raises((ValueError, FileNotFoundError), match=said):

@@ -39,7 +39,7 @@ def notes_of(run):
     return [line.removeprefix("Note").strip() for line in plan.splitlines() if "config.json" in line]
 
 
-def test_what_a_base_freezes_is_said_to_be_overruled_by_what_trains(changed):
+def test_plan_notes_overruled_freeze_options_of_base(changed):
     frozen = changed(freeze_vision_encoder=True, train_expert_only=True)
     full, plain = resolved(frozen), resolved(changed())
     assert full.policy.parameters.trainable == plain.policy.parameters.trainable and not notes_of(plain)
@@ -52,7 +52,7 @@ def test_what_a_base_freezes_is_said_to_be_overruled_by_what_trains(changed):
     assert "train_expert_only=true of the base's config.json is overruled by --peft.method_type=lora" in backbone
 
 
-def test_other_decisions_of_the_run_are_said_to_overrule_the_base(changed):
+def test_plan_notes_every_overruled_option_of_base(changed):
     decided = {
         "compile_model": (True, {}, "=true .* overruled by --train.compile=false"),
         "use_amp": (True, {"train.precision": "fp32"}, "=true .* overruled by --train.precision=fp32"),
@@ -93,12 +93,12 @@ def test_other_decisions_of_the_run_are_said_to_overrule_the_base(changed):
         ({"policy.use_peft": "true"}, "--policy.use_peft=true has no effect with --peft.method_type, which is absent"),
     ],
 )
-def test_two_options_of_one_decision_are_refused(setting, flags, message):
+def test_conflicting_options_are_refused(setting, flags, message):
     with pytest.raises(ValueError, match=message):
         resolved(setting, **flags)
 
 
-def test_smolvlas_own_options_count_where_they_do(tmp_path):
+def test_smolvla_freeze_options_by_train_mode(tmp_path):
     """LeRobot's defaults: vision frozen, expert alone trains, the projection of the state trains."""
     root = make_dataset(tmp_path / "dataset", episodes=(12, 9, 10), cameras={"observation.images.top": (48, 64)})
     run, saved = resolved_from_nothing(root, "smolvla", tmp_path), tmp_path / "saved"

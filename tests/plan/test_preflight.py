@@ -156,7 +156,7 @@ for argv in json.loads(sys.argv[1]):
 """
 
 
-def test_answered_before_anything_heavy_is_imported(setting, tmp_path):
+def test_early_errors_need_no_heavy_imports(setting, tmp_path):
     """By one process, in which each finds only what the others have imported."""
     commands = [command.split() for command in ANSWERS]
     for case in CASES:
@@ -181,7 +181,7 @@ def test_answered_before_anything_heavy_is_imported(setting, tmp_path):
     ],
     ids=["batch", "steps", "disk"],
 )
-def test_a_dry_run_refuses_what_the_start_refuses(setting, tmp_path, monkeypatch, capsys, changes, message):
+def test_dry_run_and_start_refuse_alike_and_change_nothing(setting, tmp_path, monkeypatch, capsys, changes, message):
     started(setting, tmp_path / "run")
     if not changes:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
@@ -195,7 +195,7 @@ def test_a_dry_run_refuses_what_the_start_refuses(setting, tmp_path, monkeypatch
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*")) == before
 
 
-def test_the_disk_takes_all_checkpoints_that_are_there_at_once(setting, tmp_path, monkeypatch):
+def test_disk_check_counts_peak_number_of_checkpoints(setting, tmp_path, monkeypatch):
     """An old one is deleted when the next one is there. What a resumed run holds already, it does not need again."""
     run = run_of(setting, output_dir=tmp_path / "run", steps=100, save_freq=1)
     one, weights = run.policy.checkpoint_bytes, (Path(setting[2]) / "model.safetensors").stat().st_size
@@ -228,7 +228,7 @@ def test_the_disk_takes_all_checkpoints_that_are_there_at_once(setting, tmp_path
         checked(GrpoConfig(output_dir=resumed.output_dir, resume=True), run.job.start, 1, one)
 
 
-def test_a_finished_run_says_so_and_goes_on_when_it_is_asked_for_more(finished, tmp_path, capsys, monkeypatch):
+def test_finished_run_is_reported_and_extended_by_more_steps(finished, tmp_path, capsys, monkeypatch):
     run, exported = finished
     argv = [f"--output_dir={tmp_path / 'run'}", "--resume"]
     with monkeypatch.context() as capped:
@@ -249,7 +249,7 @@ def test_a_finished_run_says_so_and_goes_on_when_it_is_asked_for_more(finished, 
     assert json.loads((tmp_path / "run" / CONFIG_NAME).read_text())["steps"] == 9
 
 
-def test_a_policy_that_is_gone_is_not_said_to_be_there(finished, setting, tmp_path, capsys):
+def test_finished_run_with_damaged_policy_exports_again(finished, setting, tmp_path, capsys):
     run, exported = finished
     for lost, problem in {
         "policy_preprocessor_step_*": "lacks policy_preprocessor_step_",
@@ -271,7 +271,7 @@ def test_a_policy_that_is_gone_is_not_said_to_be_there(finished, setting, tmp_pa
     assert vla.main(argv) == 2 and "no checkpoint that can be used" in capsys.readouterr().err
 
 
-def test_the_robots_of_the_run_have_a_policy_each(setting, tmp_path):
+def test_exported_policy_is_required_for_each_recorded_robot(setting, tmp_path):
     """Not those of its options, of which a dataset without actions may have one."""
     arm = shutil.copytree(setting[2], tmp_path / "pretrained_model" / "arm")
     config = SimpleNamespace(folder=tmp_path)
@@ -282,7 +282,7 @@ def test_the_robots_of_the_run_have_a_policy_each(setting, tmp_path):
     assert result_problem(config) is None
 
 
-def test_a_finished_run_is_recognized_by_what_its_plan_decides(finished, tmp_path, capsys, monkeypatch):
+def test_finished_run_is_recognized_with_auto_options(finished, tmp_path, capsys, monkeypatch):
     run, exported = finished
     argv = flags((tmp_path, run.rows.metas[0].root, run.config.policy_path), output_dir=tmp_path / "run")
     argv += ["--resume", "--dataset.statistics=auto", "--dataset.image_size=auto"]
@@ -294,14 +294,14 @@ def test_a_finished_run_is_recognized_by_what_its_plan_decides(finished, tmp_pat
     assert vla.main([f"--output_dir={tmp_path / 'run'}", "--resume", "--dry_run"]) == 0 and len(looks) == 1
 
 
-def test_episodes_of_a_dataset_on_the_hub_are_named_by_its_id():
+def test_episodes_by_hub_id_are_resolved():
     config = parse_args(
         ["--policy.path=/p", "--output_dir=/o", "--dataset.repo_id=a/b", '--dataset.episodes={"a/b": [1]}']
     )
     assert with_absolute_paths(config).dataset.episodes == [1]
 
 
-def test_a_run_keeps_the_choice_of_its_statistics(setting, tmp_path):
+def test_resume_with_other_statistics_option_is_refused(setting, tmp_path):
     run = started(setting, tmp_path / "run")
     assert run.config.dataset.statistics == "stored"
     changed = replace(run.config, resume=True, dataset=replace(run.config.dataset, statistics="exact"))
@@ -309,7 +309,7 @@ def test_a_run_keeps_the_choice_of_its_statistics(setting, tmp_path):
         checked(changed, run.job.start, run.job.steps, run.job.disk_bytes)
 
 
-def test_resume_with_another_environment_is_refused_after_an_evaluation(setting, tmp_path):
+def test_resume_with_other_environment_is_refused_after_evaluation(setting, tmp_path):
     run = started(setting, tmp_path / "run")
     changed = replace(run.config, resume=True, env_type="two_bins")
     checked(changed, run.job.start, run.job.steps, run.job.disk_bytes)
@@ -321,7 +321,7 @@ def test_resume_with_another_environment_is_refused_after_an_evaluation(setting,
     checked(replace(changed, env_type=None), run.job.start, run.job.steps, run.job.disk_bytes)  # none any more
 
 
-def test_a_run_that_was_trained_is_not_begun_anew(finished, tmp_path, capsys):
+def test_trained_run_without_checkpoint_is_not_restarted(finished, tmp_path, capsys):
     """By a dry run, by a start, and by training processes whose checkpoints went away meanwhile."""
     run, exported = finished
     argv = [f"--output_dir={tmp_path / 'run'}", "--resume", "--steps=9"]
@@ -347,7 +347,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_finished_run_is_recognized_by_relative_paths(setting, tmp_path, monkeypatch, program):
+def test_finished_run_is_recognized_by_relative_paths(setting, tmp_path, monkeypatch, program):
     """As a job that is retried gives them again, with `--resume auto`."""
     parse, more = PROGRAMS[program]
     monkeypatch.chdir(setting[0])
@@ -367,7 +367,7 @@ def test_a_finished_run_is_recognized_by_relative_paths(setting, tmp_path, monke
     assert examine(parse([f"--output_dir={setting[0]}/runs/{program}", "--resume"])).finished
 
 
-def test_the_demo_starts_its_own_folder_over(setting, tmp_path, monkeypatch):
+def test_demo_reuses_its_output_folder(setting, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("vla_finetuning.plan.demo.prepare_dataset", lambda _: str(setting[1]))
     (tmp_path / "outputs" / "demo").mkdir(parents=True)
@@ -375,12 +375,12 @@ def test_the_demo_starts_its_own_folder_over(setting, tmp_path, monkeypatch):
     assert not examine(parse_args(["--preset=demo"])).finished
 
 
-def test_prompts_longer_than_the_policy_takes_are_refused(setting):
+def test_prompts_over_tokenizer_max_length_are_refused(setting):
     with pytest.raises(ValueError, match=r"--policy.tokenizer_max_length=\d+: the tokenizer saved in .* of up to \d+"):
         run_of(setting, **{"policy.tokenizer_max_length": 8})
 
 
-def test_chunks_longer_than_episodes_are_said(setting):
+def test_plan_reports_chunks_longer_than_episodes(setting):
     """8 actions a chunk, episodes of 12, 7, 15, 1, 10 and 9 frames."""
     lengths = (12, 7, 15, 1, 10, 9)
     padded = sum(at + step >= length for length in lengths for at in range(length) for step in range(8))
@@ -388,7 +388,7 @@ def test_chunks_longer_than_episodes_are_said(setting):
     assert f"has 8 steps, and 2 of 6 episodes are shorter: {share} of the steps" in describe(run_of(setting))
 
 
-def test_what_a_run_does_not_read_is_said(setting, tmp_path):
+def test_plan_lists_features_that_are_not_read(setting, tmp_path):
     """What LeRobot writes beside numbers and videos: annotations, types of a later version."""
     from lerobot.datasets.language import language_feature_info
 

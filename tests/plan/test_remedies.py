@@ -64,7 +64,7 @@ def dry_run(setting, capsys, monkeypatch, *more, **changes):
     return status, re.sub(" +", " ", "".join(capsys.readouterr()))
 
 
-def test_a_dry_run_prints_the_plan_and_does_nothing(setting, capsys, monkeypatch):
+def test_dry_run_prints_plan_without_side_effects(setting, capsys, monkeypatch):
     folder, root, base = setting
     status, text = dry_run(setting, capsys, monkeypatch)
     parameters = sum(parameter.numel() for parameter in load_file(base / "model.safetensors").values())
@@ -86,7 +86,7 @@ def test_a_dry_run_prints_the_plan_and_does_nothing(setting, capsys, monkeypatch
     assert status == 0
 
 
-def test_a_dry_run_looks_at_tracker_and_hub(setting, capsys, monkeypatch):
+def test_dry_run_checks_tracker_and_hub_token(setting, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     for flag, message in (("--track=wandb", "--track wandb"), ("--policy.repo_id=me/a", "model me/a: no token")):
@@ -98,14 +98,14 @@ def test_a_dry_run_looks_at_tracker_and_hub(setting, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["meta/info.json", "data", "videos"])
-def test_git_lfs_pointers_of_a_dataset(setting, root, name):
+def test_git_lfs_pointers_in_dataset_are_refused(setting, root, name):
     path = next(p for p in [root / name, *sorted((root / name).rglob("*"))] if p.is_file())
     path.write_bytes(POINTER)
     message = refuses(setting, "Git LFS pointer", **{"dataset.root": root})
     assert "git lfs pull" in message and str(path.relative_to(root)) in message
 
 
-def test_a_dataset_without_an_episode(setting, tmp_path):
+def test_dataset_without_episodes_is_refused(setting, tmp_path):
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     features = {"action": {"dtype": "float32", "shape": (2,), "names": ["x", "y"]}}
@@ -114,13 +114,13 @@ def test_a_dataset_without_an_episode(setting, tmp_path):
     refuses(setting, "no episode has been recorded yet.*lerobot-record", **{"dataset.root": tmp_path / "new"})
 
 
-def test_a_recording_that_was_cut_off(setting, root):
+def test_unfinalized_recording_is_refused(setting, root):
     """Without `finalize`, the table of episodes is not there."""
     shutil.rmtree(root / "meta/episodes")
     refuses(setting, "LeRobotDataset.finalize.*record its episodes again", **{"dataset.root": root})
 
 
-def test_statistics_of_cameras_are_not_computed(setting, root):
+def test_missing_or_infinite_camera_statistics_are_refused(setting, root):
     message = rf"dataset {root}: .*lacks \['mean', 'std'\] of {TOP}.*augment_dataset_quantile_stats"
     given = {**FRESH_ACT, "dataset.root": root, "dataset.use_imagenet_stats": "false"}
     stats = json.loads((root / "meta/stats.json").read_text())
@@ -131,13 +131,13 @@ def test_statistics_of_cameras_are_not_computed(setting, root):
     refuses(setting, message, **given)
 
 
-def test_datasets_of_different_frame_rates(setting, root):
+def test_datasets_with_different_fps_are_refused(setting, root):
     path = root / "meta/info.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "fps": 5}))
     refuses(setting, f"{setting[1]} has 10 fps, {root} has 5 fps", **{"dataset.root": f"{setting[1]},{root}"})
 
 
-def test_a_batch_larger_than_the_dataset(setting):
+def test_batch_larger_than_dataset_is_refused(setting):
     message = refuses(setting, "a global batch of 56 rows", batch_size=14, **{"scaling.num_workers": 2})
     assert "(batch_size 14 x grad_accum 2 x 2 workers) is more than the 15 training frames" in message
     assert "lower --batch_size or --grad_accum" in message
@@ -146,7 +146,7 @@ def test_a_batch_larger_than_the_dataset(setting):
 # ---- policies -------------------------------------------------------------------------------------------------------
 
 
-def test_a_type_that_brings_weights_is_not_started_from_random_ones(setting):
+def test_pretrained_path_without_policy_path_is_refused(setting):
     refuses(setting, "give them with --policy.path$", **FRESH_ACT, **{"policy.pretrained_path": "somewhere/else"})
 
 
@@ -163,11 +163,11 @@ def test_a_type_that_brings_weights_is_not_started_from_random_ones(setting):
         ("chunk_size.a", "1", "chunk_size.a: no option of TinyPI05Config; it is one value"),
     ],
 )
-def test_options_that_the_policy_does_not_take(setting, name, value, message):
+def test_invalid_policy_options_are_refused_by_name(setting, name, value, message):
     refuses(setting, rf"policy {setting[2]}: .*--policy.{message}", **{f"policy.{name}": value})
 
 
-def test_weights_that_are_not_finite(setting, base):
+def test_non_finite_weights_are_refused(setting, base):
     weights = load_file(base / "model.safetensors")
     weights["model.action_in_proj.weight"][0, 0] = torch.nan
     save_file(weights, base / "model.safetensors")
@@ -175,7 +175,7 @@ def test_weights_that_are_not_finite(setting, base):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "policy_preprocessor.json"])
-def test_git_lfs_pointers_of_a_policy(setting, base, name):
+def test_git_lfs_pointers_in_policy_are_refused(setting, base, name):
     (base / name).write_bytes(POINTER)
     assert "git lfs pull" in refuses(setting, f"{name} is a Git LFS pointer", **{"policy.path": base})
     if name == "policy_preprocessor.json":
@@ -194,12 +194,12 @@ def test_git_lfs_pointers_of_a_policy(setting, base, name):
         ({"type": "tiny_pi05", "new_attention": "flash4"}, "has new_attention, which .* it was saved by a newer"),
     ],
 )
-def test_a_configuration_that_is_no_lerobot_policys(setting, base, config, message):
+def test_config_of_no_lerobot_policy_is_refused(setting, base, config, message):
     (base / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     refuses(setting, message, **{"policy.path": base})
 
 
-def test_weights_of_other_names(setting, base):
+def test_weights_with_other_names_are_refused(setting, base):
     weights = base / "model.safetensors"
     saved = load_file(weights)
     save_file({f"module.{name}": value for name, value in saved.items()}, weights)
@@ -208,7 +208,7 @@ def test_weights_of_other_names(setting, base):
     refuses(setting, "lerobot.processor.migrate_policy_normalization --pretrained-path", **{"policy.path": base})
 
 
-def test_a_policy_without_weights_and_one_of_adapters_alone(setting, base):
+def test_policy_without_weights_or_with_adapters_alone_is_refused(setting, base):
     (base / "model.safetensors").rename(base / "model.bin")
     refuses(setting, r"no model.safetensors, found \['config.json', 'model.bin'.*copy it", **{"policy.path": base})
     (base / "adapter_config.json").write_text("{}")
@@ -224,12 +224,12 @@ def test_a_policy_without_weights_and_one_of_adapters_alone(setting, base):
         ({"temporal_ensemble_coeff": 0.1}, "n_action_steps. must be 1"),
     ],
 )
-def test_a_policy_that_lerobot_does_not_build(setting, options, message):
+def test_options_that_lerobot_rejects_are_refused(setting, options, message):
     changes = {f"policy.{name}": value for name, value in {**ACT, **options}.items()}
     refuses(setting, message, **changes, **FRESH_ACT)
 
 
-def test_trained_weights_for_another_robot_or_another_chunk(setting, tmp_path):
+def test_weights_of_other_shapes_are_refused_at_plan_time(setting, tmp_path):
     """Of ACT, whose weights no family compares: before a worker starts."""
     from lerobot.policies.act.modeling_act import ACTPolicy
 
@@ -249,7 +249,7 @@ def test_trained_weights_for_another_robot_or_another_chunk(setting, tmp_path):
 # ---- runs that go on ------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_with_another_optimizer_or_an_average(setting, tmp_path):
+def test_resume_with_other_optimizer_or_new_ema_is_refused(setting, tmp_path):
     run = planned(setting, output_dir=tmp_path / "run")
     folder = run.job.checkpoints_dir / "step_00000001"
     folder.parent.mkdir(parents=True)
@@ -272,7 +272,9 @@ def test_a_resumed_run_with_another_optimizer_or_an_average(setting, tmp_path):
 @pytest.mark.ray
 @pytest.mark.faults
 @pytest.mark.slow  # what the read task says: tests/data/test_damaged_files.py
-def test_a_truncated_mp4(setting, ray_cluster, root, tmp_path, capsys, monkeypatch):
+def test_video_truncated_after_check_ends_run_once_with_remedy(
+    setting, ray_cluster, root, tmp_path, capsys, monkeypatch
+):
     """One that is cut off once the run has been checked: it fails cleanly, and tries nothing twice."""
     meta, output_dir = load_metadata(root), tmp_path / "out"
     file = meta.video_files[TOP][0]

@@ -66,7 +66,7 @@ def policy_images(run, rows):
     return policy._preprocess_images(DeviceHalf(pre, run.policy.config)(inputs))[0], source
 
 
-def test_frames_are_kept_by_themselves_where_they_are_read_again_and_fit(setting, monkeypatch, tmp_path):
+def test_auto_frame_cache_is_used_if_frames_repeat_and_fit(setting, monkeypatch, tmp_path):
     monkeypatch.setattr("vla_finetuning.plan.row_plan.FRAMES_DIR", str(tmp_path / "frames"))
     again, once = "--steps=20", "--steps=13"  # of 54 rows an epoch
     size = 54 * 48 * 64 * 3
@@ -90,7 +90,7 @@ def test_frames_are_kept_by_themselves_where_they_are_read_again_and_fit(setting
     assert "decoded once" not in describe(plan(setting, again))
 
 
-def test_all_rows_of_later_epochs_are_shuffled_only_where_all_frames_are_kept(setting, monkeypatch):
+def test_global_shuffle_requires_cache_of_all_frames(setting, monkeypatch):
     flags = ["--dataset.global_shuffle=true", "--steps=20"]
     with pytest.raises(ValueError, match=r"global_shuffle draws single frames of .* GB, and no frames are cached"):
         plan(setting, *flags)
@@ -109,7 +109,7 @@ def test_all_rows_of_later_epochs_are_shuffled_only_where_all_frames_are_kept(se
             check_resumable(replace(was.job.start, step=2, rows=8), now.job.start)
 
 
-def test_shards_are_of_the_workers_nodes_and_stay_when_there_are_others(setting):
+def test_shards_match_nodes_and_survive_resume_with_fewer_workers(setting):
     flags = ["--dataset.shards=2", "--steps=20", "--dataset.frame_cache=kept"]
     assert plan(setting, flags[2]).rows.reading.frame_cache == FrameCache(str(Path("kept").absolute()), 200.0)
     with pytest.raises(ValueError, match="--dataset.shards=2 with --scaling.num_workers=3: .* nodes with equally many"):
@@ -129,7 +129,7 @@ def test_shards_are_of_the_workers_nodes_and_stay_when_there_are_others(setting)
     assert run.rows.identity != plan(setting, *flags[1:], "--scaling.num_workers=4", "--grad_accum=1").rows.identity
 
 
-def test_frames_fitted_while_decoding_reach_the_policy_as_after_its_own_resizing(setting, monkeypatch):
+def test_frames_fitted_while_decoding_match_policy_resizing(setting, monkeypatch):
     from lerobot.policies.pi05 import modeling_pi05
 
     rows = [0, 7, 19, 33]
@@ -159,7 +159,7 @@ def test_frames_fitted_while_decoding_reach_the_policy_as_after_its_own_resizing
         ),
     ],
 )
-def test_sizes_at_which_the_policy_would_see_something_else(setting, flags, message):
+def test_image_sizes_that_change_policy_input_are_refused(setting, flags, message):
     with pytest.raises(ValueError, match=message):
         plan(setting, *flags)
 
@@ -170,7 +170,7 @@ def large(setting):
     return make_dataset(setting[0] / "large", cameras={"observation.images.top": (96, 128)}, episodes=(12,) * 4)
 
 
-def test_frames_are_fitted_where_that_halves_a_row(setting, large):
+def test_auto_image_size_is_used_if_rows_halve(setting, large):
     run = plan(setting, f"--dataset.root={large}", root=False)
     assert list(run.rows.image_size) == run.config.dataset.image_size == [56, 56]  # also of a resume
     description = describe(run)
@@ -190,14 +190,14 @@ def test_frames_are_fitted_where_that_halves_a_row(setting, large):
     assert plan(setting, f"--dataset.root={large}", normalising, root=False).rows.image_size is None
 
 
-def test_cameras_of_different_sizes_go_together_when_the_policy_fits_them(setting, large):
+def test_cameras_of_different_sizes_mix_if_policy_fits_them(setting, large):
     both = f"--dataset.root={setting[1]},{large}"
     assert plan(setting, both, root=False).rows.image_size == (56, 56)
     with pytest.raises(ValueError, match="differ in"):
         plan(setting, both, "--dataset.image_size=stored", root=False)
 
 
-def test_a_policy_that_stretches_images_gets_them_as_they_are_stored(tmp_path):
+def test_policy_that_stretches_images_reads_stored_sizes(tmp_path):
     """EVO1's `image_resolution` is that of squares, and not of frames with black around."""
     cameras = {"observation.images.top": (96, 128)}
     root = make_dataset(tmp_path / "dataset", cameras=cameras, episodes=(4, 8))
@@ -230,7 +230,7 @@ def rows_by_root(run):
 
 
 @pytest.mark.parametrize("power", [0.5, -1])
-def test_weights_by_a_power_of_the_frames(setting, second, tmp_path, power):
+def test_mixture_power_weights_by_training_frames(setting, second, tmp_path, power):
     """Of training episodes; on the command line, and in a file."""
     _, root, _ = setting
     rule = {"power": power}
@@ -250,7 +250,7 @@ def test_weights_by_a_power_of_the_frames(setting, second, tmp_path, power):
     assert rows_by_root(again) == rows_by_root(run)
 
 
-def test_a_mixture_of_datasets(setting, second, monkeypatch):
+def test_mixture_weights_rows_and_statistics(setting, second, monkeypatch):
     from lerobot.datasets.compute_stats import aggregate_stats
 
     folder, root, _ = setting
@@ -279,7 +279,7 @@ def test_a_mixture_of_datasets(setting, second, monkeypatch):
     assert plan(setting, mixture_flag({root: 1, second: 1}), root=False).rows.identity != run.rows.identity
 
 
-def test_a_dataset_that_is_named_twice(setting, monkeypatch):
+def test_dataset_named_twice_is_refused(setting, monkeypatch):
     monkeypatch.chdir(setting[0])
     with pytest.raises(ValueError, match="--dataset.mixture names a dataset twice"):
         plan(setting, mixture_flag({setting[1]: 1, "dataset": 2}), root=False)
@@ -298,7 +298,7 @@ def other_names(second):
     return root
 
 
-def test_datasets_whose_features_have_other_names(setting, second, other_names):
+def test_renamed_dataset_in_mixture_yields_same_rows(setting, second, other_names):
     root = setting[1]
     names = {"observation.images.head": "observation.images.top", "observation.joints": "observation.state"}
     with pytest.raises(ValueError, match="the second lacks .*observation.state") as error:
@@ -347,7 +347,7 @@ def reordered(names):
     return change
 
 
-def test_dimensions_come_in_the_first_datasets_order(setting, second, tmp_path):
+def test_dimensions_follow_order_of_first_dataset(setting, second, tmp_path):
     root = setting[1]
     shuffled = changed(second, tmp_path / "shuffled", reordered(["motor_2", "motor_0", "motor_1"]), order=[2, 0, 1])
     other = changed(second, tmp_path / "other", reordered(["c", "a", "b"]), order=[2, 0, 1])
@@ -373,7 +373,7 @@ def test_dimensions_come_in_the_first_datasets_order(setting, second, tmp_path):
             np.testing.assert_allclose(run.robots[0].stats["action"][name], value, err_msg=name)
 
 
-def test_datasets_in_different_units(setting, second, tmp_path):
+def test_datasets_in_different_units_are_refused_unless_allowed(setting, second, tmp_path):
     def degrees(file, content):
         if file == "stats":
             for name in ("min", "max", "mean", "std", "q01", "q99"):
@@ -387,7 +387,7 @@ def test_datasets_in_different_units(setting, second, tmp_path):
     assert plan(setting, both, *flags, root=False).robots[0].stats["action"]["q99"].max() > 10
 
 
-def test_weights_that_train_are_float32(setting):
+def test_trained_weights_in_bfloat16_are_refused(setting):
     with pytest.raises(ValueError, match="--policy.dtype=bfloat16.*weights that train must be float32"):
         plan(setting, "--policy.dtype=bfloat16")
 
@@ -400,7 +400,7 @@ def test_weights_that_train_are_float32(setting):
         (lambda stats: stats.update(q01=stats["q99"], q99=stats["q01"]), "q01 of 'observation.state' is above q99"),
     ],
 )
-def test_statistics_that_are_not_of_the_dataset(setting, tmp_path, damage, message):
+def test_invalid_stored_statistics_are_refused(setting, tmp_path, damage, message):
     copy = shutil.copytree(setting[1], tmp_path / "copy")
     stats = json.loads((copy / "meta" / "stats.json").read_text())
     damage(stats["observation.state"])
@@ -409,13 +409,13 @@ def test_statistics_that_are_not_of_the_dataset(setting, tmp_path, damage, messa
         plan(setting, f"--dataset.root={copy}", root=False)
 
 
-def test_datasets_of_different_widths_are_refused_by_name(setting, tmp_path):
+def test_datasets_of_different_widths_are_refused(setting, tmp_path):
     wider = make_dataset(tmp_path / "wider", cameras={"observation.images.top": (48, 64)}, state_dim=6)
     with pytest.raises(ValueError, match="cannot be read together: they differ in .*observation.state"):
         plan(setting, f"--dataset.root={setting[1]},{wider}", root=False)
 
 
-def test_paths_from_the_home_folder(setting, monkeypatch):
+def test_tilde_paths_are_expanded(setting, monkeypatch):
     folder, root, base = setting
     monkeypatch.setenv("HOME", str(folder))
     run = plan(
@@ -443,7 +443,7 @@ def resumed(output_dir, *flags):
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer/new.json"])
-def test_a_run_that_is_resumed_opens_no_base_but_its_own(started, monkeypatch, file):
+def test_resume_with_changed_base_is_refused_unopened(started, monkeypatch, file):
     """Whoever can write its config.json could name any folder there."""
     output_dir, base = started
     assert resumed(output_dir).policy.base["files"].keys() >= {"config.json", "policy_preprocessor.json"}
@@ -455,7 +455,7 @@ def test_a_run_that_is_resumed_opens_no_base_but_its_own(started, monkeypatch, f
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "policy_preprocessor.json"])
-def test_a_base_that_is_replaced_after_the_plan_is_neither_trained_nor_exported(started, file):
+def test_base_changed_after_plan_is_refused_at_start(started, file):
     """As by another run that exports to that folder again, before a worker group starts anew, or at the export."""
     output_dir, base = started
     policy, other = resumed(output_dir).policy, base / file
@@ -468,7 +468,7 @@ def test_a_base_that_is_replaced_after_the_plan_is_neither_trained_nor_exported(
         policy.start()
 
 
-def test_a_node_with_a_part_of_a_hub_policy_fetches_the_rest(started, tmp_path, monkeypatch):
+def test_node_with_partial_hub_snapshot_fetches_rest(started, tmp_path, monkeypatch):
     output_dir, base = started
     policy, commit = resumed(output_dir).policy, "a" * 40
     (tmp_path / "snapshot").mkdir()
@@ -479,7 +479,7 @@ def test_a_node_with_a_part_of_a_hub_policy_fetches_the_rest(started, tmp_path, 
     of_hub.start()
 
 
-def test_a_type_that_brings_code_is_refused_unless_this_start_allows_it(setting, started, monkeypatch):
+def test_remote_code_requires_flag_at_each_start(setting, started, monkeypatch):
     known = replace(FAMILIES["pi0_fast"], as_lerobot=True)
     monkeypatch.setitem(FAMILIES, "pi0_fast", known)
     folder, dataset, _ = setting
@@ -500,7 +500,7 @@ def test_a_type_that_brings_code_is_refused_unless_this_start_allows_it(setting,
 # ---- what a first-time user meets ----------------------------------------------------------------------------------
 
 
-def test_an_option_of_the_policy_that_would_be_ignored(setting):
+def test_policy_options_without_effect_are_refused(setting):
     message = "--policy.train_expert_only has no effect on a 'tiny_pi05' here; use --train.mode expert"
     with pytest.raises(ValueError, match=message):
         plan(setting, "--policy.train_expert_only=true")
@@ -521,7 +521,7 @@ def demo_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("demo_cache")
-def test_a_rehearsal_on_a_few_episodes(tmp_path):
+def test_rehearsal_adapts_batch_and_split_to_few_episodes(tmp_path):
     """The preset's batch and share are for the demo; a dataset of three episodes was trained on one."""
     run = rehearsal(tmp_path, (9, 8, 7), ("go left", "go right"))
     assert [len(run.rows.train_episodes[0]), len(run.rows.eval_episodes[0])] == [2, 1]
@@ -537,7 +537,7 @@ def test_a_rehearsal_on_a_few_episodes(tmp_path):
 
 
 @pytest.mark.usefixtures("demo_cache")
-def test_a_rehearsal_on_several_datasets_of_which_one_holds_out_nothing(tmp_path):
+def test_rehearsal_with_one_dataset_holding_out_nothing(tmp_path):
     """Its only episode is trained on; the held-out error is that of the others."""
     cameras = {"observation.images.top": (48, 64)}
     other = make_dataset(tmp_path / "other", episodes=(6,), tasks=("go left",), cameras=cameras)
@@ -551,13 +551,13 @@ def test_a_rehearsal_on_several_datasets_of_which_one_holds_out_nothing(tmp_path
     assert set(read["dataset_index"]) == {[len(held_out) for held_out in run.rows.eval_episodes].index(1)}
 
 
-def test_tasks_that_only_held_out_episodes_have_are_named(setting):
+def test_plan_names_tasks_without_training_episodes(setting):
     description = describe(plan(setting, "--dataset.episodes=0,1,2", "--dataset.eval_split=0.1"))
     assert "no training episode has the task 'go to the blue bin': all of its episodes are held out" in description
     assert "no training episode" not in describe(plan(setting, "--dataset.eval_split=0.1"))
 
 
-def test_episodes_that_are_left_out(setting, tmp_path, monkeypatch):
+def test_episodes_are_excluded_by_file_task_and_dataset(setting, tmp_path, monkeypatch):
     """By a file, whose words hold for the whole run; by task; of one dataset of two, by its path as it was given."""
     folder, dataset, _ = setting
     (tmp_path / "bad.json").write_text("[0, 4]")
@@ -574,7 +574,7 @@ def test_episodes_that_are_left_out(setting, tmp_path, monkeypatch):
         plan(setting, two[0], "--dataset.episodes=1", root=False)
 
 
-def test_the_demos_own_dataset_is_found_from_anywhere(setting, monkeypatch):
+def test_demo_dataset_path_is_absolute(setting, monkeypatch):
     """Processes of a cluster that was there before work in another folder than the driver."""
     folder, _, base = setting
     monkeypatch.chdir(folder)

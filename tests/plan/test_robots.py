@@ -164,7 +164,7 @@ def assert_same_inputs(mixed_columns, prepared):
         np.testing.assert_array_equal(mixed_values, values, err_msg=key)
 
 
-def test_a_rows_inputs_are_those_of_its_robot_alone(both):
+def test_mixed_rows_match_single_robot_inputs(both):
     run, rows, columns, found = both
     assert columns["action"].shape == (24, 6, 5)
     for _, mine, _, prepared in found.values():
@@ -176,7 +176,7 @@ def test_a_rows_inputs_are_those_of_its_robot_alone(both):
     assert columns[BASE + IS_PRESENT].all()
 
 
-def test_actions_relative_to_the_state_are_each_robots(folder, tmp_path):
+def test_relative_actions_use_statistics_of_each_robot(folder, tmp_path):
     """With the dimensions, the statistics and the state of its own; the robot's policy gives them back absolute."""
     flags = ("--policy.use_relative_actions=true", '--policy.relative_exclude_joints=["motor_1"]')
     flags += ("--dataset.statistics=lerobot", f"--output_dir={tmp_path / 'run'}")  # which gets the statistics
@@ -207,7 +207,7 @@ def test_actions_relative_to_the_state_are_each_robots(folder, tmp_path):
 
 
 @pytest.mark.parametrize("rates", [{"arm": 20, "gantry": 10}, {"arm": 10, "gantry": 10}])
-def test_each_chunk_is_lerobots_at_the_robots_own_rate_or_with_a_stride(folder, rates):
+def test_chunks_match_lerobot_at_robot_rate_or_stride(folder, rates):
     mixture = {"members": [{**member, "fps": rates[member["robot"]]} for member in MIXTURE["members"]]}
     rows, _ = read(mixed(folder, mixture=mixture), range(24))
     for number, (name, fps) in enumerate(rates.items()):
@@ -220,7 +220,7 @@ def test_each_chunk_is_lerobots_at_the_robots_own_rate_or_with_a_stride(folder, 
             np.testing.assert_array_equal(rows["action_is_pad"][at], row["action_is_pad"].numpy())
 
 
-def test_the_plan_and_the_report_count_a_strides_time(folder, tmp_path):
+def test_plan_and_report_account_for_stride(folder, tmp_path):
     """Against the rows, which are LeRobot's (above)."""
     mixture = {"members": [{**MIXTURE["members"][1], "fps": 10}]}
     run = mixed(folder, "--dataset.missing_cameras=mask", f"--output_dir={tmp_path}", mixture=mixture)
@@ -240,7 +240,7 @@ def test_the_plan_and_the_report_count_a_strides_time(folder, tmp_path):
 
 
 @pytest.mark.parametrize("statistics", ["exact", "lerobot"])
-def test_relative_actions_are_normalised_by_chunks_of_their_own_rate(folder, tmp_path, statistics):
+def test_relative_statistics_match_numpy_over_strided_chunks(folder, tmp_path, statistics):
     """Against numpy over the rows that are trained on, whose dimensions are in another order than the files'."""
     flags = ("--policy.use_relative_actions=true", f"--dataset.statistics={statistics}")
     flags += ("--dataset.missing_cameras=mask", f"--output_dir={tmp_path / 'run'}")
@@ -259,7 +259,7 @@ def test_relative_actions_are_normalised_by_chunks_of_their_own_rate(folder, tmp
     np.testing.assert_allclose(stats["q99"], np.quantile(chunks, 0.99, axis=0), atol=0.03 * np.ptp(chunks))
 
 
-def test_loss_and_gradient_of_a_row_are_those_alone(both):
+def test_mixed_loss_and_gradient_match_single_robots(both):
     run, rows, columns, found = both
     loss, config = loss_of(run), run.policy.config
     noise, time = draws(24, config)
@@ -297,7 +297,7 @@ def of_one_size(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["pi0", "smolvla"])
-def test_other_types_see_rows_as_alone_and_are_exported_for_each_robot(of_one_size, tmp_path, kind):
+def test_other_policy_types_train_and_export_per_robot(of_one_size, tmp_path, kind):
     tiny = KINDS[kind]
     options = {f"policy.{name}": value for name, value in {**tiny.options, **tiny.folders(tmp_path)}.items()} | tiny.run
     flags = [f"--policy.type={kind}", f"--output_dir={tmp_path / 'run'}", "--dataset.missing_cameras=mask", "--steps=3"]
@@ -335,7 +335,7 @@ def test_other_types_see_rows_as_alone_and_are_exported_for_each_robot(of_one_si
             assert post(chunk).shape == (1, policy.config.chunk_size, action)
 
 
-def test_the_notebook_shows_one_of_the_robots(folder, tmp_path, capsys):
+def test_notebook_cells_run_for_one_of_two_robots(folder, tmp_path, capsys):
     """Its cells after training, on what is exported without any."""
     flags = ("--dataset.eval_split=0.3", "--dataset.robot_in_prompt=true", f"--output_dir={tmp_path}")
     run = with_stats(mixed(folder, *flags))
@@ -356,7 +356,7 @@ def test_the_notebook_shows_one_of_the_robots(folder, tmp_path, capsys):
     assert TOP in names["seen"][0] and BASE not in names["seen"][0] and names["seen"][0]["task"].startswith("arm: ")
 
 
-def test_a_micro_batch_without_a_camera_does_not_see_it(both):
+def test_camera_absent_from_micro_batch_is_dropped(both):
     run, _, columns, found = both
     arm = {key: values[found["arm"][1]] for key, values in columns.items()}
     assert WRIST not in tensors(arm) and BASE in tensors(arm)
@@ -367,7 +367,7 @@ def test_a_micro_batch_without_a_camera_does_not_see_it(both):
         torch.testing.assert_close(loss(tensors(arm), noise, time), loss(kept, noise, time), rtol=2e-5, atol=1e-6)
 
 
-def test_padding_counts_as_lerobot_counts_it_if_asked_for(folder, both):
+def test_lerobot_pad_loss_matches_lerobot_forward(folder, both):
     run = mixed(folder, "--train.pad_loss=lerobot")
     _, columns = read(run, range(8))
     loss, (noise, time) = loss_of(run), draws(8, run.policy.config)
@@ -382,7 +382,7 @@ def test_padding_counts_as_lerobot_counts_it_if_asked_for(folder, both):
     torch.testing.assert_close(loss(batch, noise, time), expected, rtol=2e-5, atol=1e-6)
 
 
-def test_the_order_of_members_is_no_matter(folder):
+def test_member_order_does_not_change_rows(folder):
     runs = [mixed(folder, mixture={"members": order}) for order in (MIXTURE["members"], MIXTURE["members"][::-1])]
     first, second = (run.rows for run in runs)
     assert first.identity == second.identity
@@ -393,7 +393,7 @@ def test_the_order_of_members_is_no_matter(folder):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_mixture_of_one_is_that_dataset(folder):
+def test_mixture_of_one_matches_single_dataset(folder):
     one, plain = mixed(folder, mixture={"members": [MIXTURE["members"][0]]}), alone(folder, "gantry")
     assert one.rows.identity == plain.rows.identity and len(one.robots) == 1
     assert one.robots[0].rename_map == plain.robots[0].rename_map
@@ -404,7 +404,7 @@ def test_a_mixture_of_one_is_that_dataset(folder):
         np.testing.assert_array_equal(found[key], values, err_msg=key)
 
 
-def test_a_policy_that_names_no_cameras_sees_them_in_one_order(folder, tmp_path):
+def test_camera_order_is_fixed_for_policy_without_input_features(folder, tmp_path):
     """On the robot as in training, whatever order the robot's own dataset has them in."""
     shutil.copytree(folder / "base", tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())
@@ -418,7 +418,7 @@ def test_a_policy_that_names_no_cameras_sees_them_in_one_order(folder, tmp_path)
     assert [robot.cameras for robot in run.policy.robots] == [(WRIST,), (BASE, WRIST)]
 
 
-def test_the_prompt_names_the_robot_if_asked_for(folder):
+def test_robot_in_prompt_lengthens_prompt(folder):
     tokens = {}
     for flag in ("false", "true"):
         run = mixed(folder, f"--dataset.robot_in_prompt={flag}")
@@ -457,13 +457,13 @@ def test_the_prompt_names_the_robot_if_asked_for(folder):
         ("members:\n  - root: s3://key:secret@bucket/a\n", "credentials"),
     ],
 )
-def test_a_wrong_file_is_named_with_its_line(tmp_path, text, message):
+def test_invalid_mixture_file_is_refused_with_line(tmp_path, text, message):
     (tmp_path / "mix.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_mixture(str(tmp_path / "mix.yaml"))
 
 
-def test_a_file_says_what_flags_say(tmp_path):
+def test_mixture_file_takes_ranges_of_flags(tmp_path):
     ranges = "    episodes: [3, 10:13]\n    exclude_episodes: 7\n    fps: 010\n"  # of which YAML makes 613 and 8
     none = "    exclude_episodes: []\n    camera_keys: null\n    weight: 0.5\n"
     text = f"members:\n  - root: b\n    episodes: 0:3,7\n    tasks: [pick*]\n{none}  - root: a\n{ranges}"
@@ -474,7 +474,7 @@ def test_a_file_says_what_flags_say(tmp_path):
     assert (b.episodes, b.exclude_episodes, b.tasks, b.weight) == ([0, 1, 2, 7], [], ["pick*"], 0.5)
 
 
-def test_members_that_do_not_go_together(folder):
+def test_incompatible_members_are_refused(folder):
     gantry, arm = MIXTURE["members"]
     for mixture, message in (
         ([gantry, {"root": "arm"}], "names no robot"),
@@ -489,7 +489,7 @@ def test_members_that_do_not_go_together(folder):
         mixed(folder, "--dataset.robot_in_prompt=true", mixture={"members": [gantry]})
 
 
-def test_a_column_of_texts_that_is_called_an_observation_stays(folder):
+def test_string_feature_survives_matching(folder):
     meta = load_metadata(folder / "arm")
     text = replace(meta.features["observation.state"], key="text", dtype="string", shape=(1,), names=None)
     meta = replace(meta, features={**meta.features, "observation.subtask": text})
@@ -497,7 +497,7 @@ def test_a_column_of_texts_that_is_called_an_observation_stays(folder):
     assert "observation.subtask" in found and TOP in found and "observation.state" not in found
 
 
-def test_datasets_of_one_robot_have_one_choice_of_cameras(folder):
+def test_datasets_of_one_robot_share_camera_keys(folder):
     """That of the first would be read of all."""
     gantry = MIXTURE["members"][0]
     shutil.copytree(folder / "gantry", folder / "gantry2")
@@ -512,7 +512,7 @@ def test_datasets_of_one_robot_have_one_choice_of_cameras(folder):
     assert run.robots[0].own_names == {WRIST: TOP}  # or an export would see by a camera that was masked in training
 
 
-def test_a_policy_that_leaves_out_last_frames_is_told_how_many_at_another_rate(folder):
+def test_drop_n_last_frames_is_scaled_with_stride(folder):
     """Its own number is of frames that are one action apart."""
     options = [f"--policy.{name}={value}" for name, value in KINDS["diffusion"].options.items()]
     where = write(folder, {"members": [{"root": "arm", "fps": 10}]}, "other.yaml")
@@ -524,7 +524,7 @@ def test_a_policy_that_leaves_out_last_frames_is_told_how_many_at_another_rate(f
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_held_out_batches_have_the_shapes_of_training(folder, compiled):
+def test_compiled_held_out_batches_include_all_cameras(folder, compiled):
     """Whole batches are of one robot there; compiled code would be compiled anew for those without a camera."""
     run = mixed(folder, "--dataset.eval_split=0.3", "--eval_steps=2")
     spec = replace(run.policy, train=replace(run.policy.train, compile=compiled))
@@ -536,7 +536,7 @@ def test_held_out_batches_have_the_shapes_of_training(folder, compiled):
     assert all(keys == [BASE, WRIST] for keys in cameras) == compiled
 
 
-def test_dimensions_come_in_the_order_that_is_asked_for(folder):
+def test_member_action_names_set_dimension_order(folder):
     gantry, arm = MIXTURE["members"]
     names = [f"motor_{i}" for i in (2, 0, 1)]
     run = mixed(folder, mixture={"members": [{**gantry, "action": names}, arm]})
@@ -555,7 +555,7 @@ def test_dimensions_come_in_the_order_that_is_asked_for(folder):
 @pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_through_a_kill_leaves_a_policy_for_each_robot(folder, ray_cluster, monkeypatch):
+def test_killed_run_exports_policy_for_each_robot(folder, ray_cluster, monkeypatch):
     """Each row as often as its dataset's weight says; LeRobot alone loads what is exported."""
     output = folder / "run"
     (folder / "gantry" / "meta" / "environment.json").write_text('{"drawn": {"type": "a simulator"}}')
@@ -597,7 +597,7 @@ def test_a_run_through_a_kill_leaves_a_policy_for_each_robot(folder, ray_cluster
     assert not (arm / "environment.json").exists()
 
 
-def test_what_a_run_accepts_is_no_misfit(tmp_path, capsys):
+def test_show_dataset_finds_misfits_among_chosen_cameras_only(tmp_path, capsys):
     """Of cameras that are not chosen one dataset may have more; other flags are of one dataset alone."""
     make_dataset(tmp_path / "both", episodes=(5, 4))
     make_dataset(tmp_path / "one", episodes=(5, 4), cameras={TOP: (48, 64)})

@@ -64,7 +64,7 @@ def run_of(setting, *flags):
         {"type": "rabc", "kappa": 0.0, "extra_params": {"fallback_weight": 0.25}},
     ],
 )
-def test_the_loss_of_a_batch_is_lerobots(setting, options):
+def test_row_weights_match_lerobot_rabc(setting, options):
     flags = [f"--sample_weighting.{k}={json.dumps(v).strip(chr(34))}" for k, v in options.items()]
     run = run_of(setting, *flags)
     given = {k: v for k, v in options.items() if k in ("kappa", "epsilon")} | options.get("extra_params", {})
@@ -94,7 +94,7 @@ def test_the_loss_of_a_batch_is_lerobots(setting, options):
     )
 
 
-def test_a_weighted_gradient_is_lerobots():
+def test_weighted_gradient_matches_lerobot():
     """The whole way through PI0.5: its own forward, row by row, weighed as LeRobot's step does."""
     policy, weights = make_policy(), np.array([0.0, 1.0, 0.4], np.float32)
     batch, noise, time = make_batch(policy)
@@ -109,7 +109,7 @@ def test_a_weighted_gradient_is_lerobots():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_progress_that_is_not_on_the_hub_names_the_remedy(setting, monkeypatch):
+def test_missing_hub_progress_names_remedy(setting, monkeypatch):
     absent = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co/x"))
     download = Mock(side_effect=RemoteEntryNotFoundError("404 Client Error.", response=absent))
     monkeypatch.setattr("vla_finetuning.plan.row_weights.hf_hub_download", download)
@@ -117,7 +117,7 @@ def test_progress_that_is_not_on_the_hub_names_the_remedy(setting, monkeypatch):
         run_of(setting, "--sample_weighting.progress_path=hf://datasets/a/b/c")
 
 
-def test_nothing_is_weighed_that_was_not_asked_for(setting):
+def test_sample_weighting_is_off_by_default(setting):
     run = run_of(setting, "--sample_weighting.type=uniform")
     assert run.rows.weights is None and "Weighted" not in describe(run)
     assert not training_transforms(run)
@@ -145,12 +145,12 @@ def test_nothing_is_weighed_that_was_not_asked_for(setting):
         ),
     ],
 )
-def test_weights_that_cannot_be(setting, flags, message):
+def test_invalid_sample_weighting_is_refused(setting, flags, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run_of(setting, *flags)
 
 
-def test_a_run_keeps_its_progress(setting, tmp_path, monkeypatch):
+def test_resume_requires_same_progress_file_and_revision(setting, tmp_path, monkeypatch):
     """A resumed run must have the same file, and of the dataset's own repository that of its commit."""
     folder, root, base = setting
     table, asked = pq.read_table(root / "sarm_progress.parquet"), []
@@ -176,7 +176,7 @@ def test_a_run_keeps_its_progress(setting, tmp_path, monkeypatch):
     ]
 
 
-def test_progress_that_is_no_use(setting, tmp_path):
+def test_mismatched_progress_is_refused(setting, tmp_path):
     table = pq.read_table(setting[1] / "sarm_progress.parquet")
     shifted = table.set_column(0, "index", pa.array(np.asarray(table["index"]) + 5))
     pq.write_table(shifted, tmp_path / "other.parquet")

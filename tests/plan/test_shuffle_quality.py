@@ -8,7 +8,7 @@ from vla_finetuning.plan.shuffle_quality import episodes_in_a_batch
 
 
 @pytest.mark.parametrize("weights", [None, [3, 1]], ids=["together", "mixture"])
-def test_the_episodes_of_a_batch(weights):
+def test_episodes_in_batch_match_random_draw_and_grow_with_window(weights):
     """Of two datasets with 40 episodes each, whose frames are in two stretches."""
     rng = np.random.default_rng(0)
     dataset, number = np.repeat([0, 1], 80), np.tile(np.repeat(np.arange(40), 2), 2)

@@ -49,7 +49,7 @@ def edit_stats(root, edit):
     path.write_text(json.dumps(stats))
 
 
-def test_what_describes_the_data_is_used(setting):
+def test_stored_statistics_are_used_if_accurate(setting):
     run = in_process.resolved(setting)
     assert run.config.dataset.statistics == "stored" and not run.robots[0].missing_stats
     stored = load_metadata(setting[1]).stats
@@ -60,7 +60,7 @@ def test_what_describes_the_data_is_used(setting):
     assert "action: of the values, 0.0% lie outside q01..q99 of meta/stats.json" in plan
 
 
-def test_what_does_not_is_replaced_and_the_plan_says_so(setting):
+def test_inaccurate_stored_statistics_are_replaced_by_exact(setting):
     run = in_process.resolved(averaged(setting))
     assert run.config.dataset.statistics == "exact" and run.robots[0].missing_stats.keys() == set(VECTORS)
     plan = describe(run)
@@ -76,7 +76,7 @@ def test_what_does_not_is_replaced_and_the_plan_says_so(setting):
         assert_numpys(run.robots[0].stats[key], rows_of(meta, key, range(4)))
 
 
-def test_whoever_asks_for_them_gets_them_with_a_warning(setting):
+def test_requested_inaccurate_statistics_are_used_with_warning(setting):
     stored = load_metadata(averaged(setting)[1]).stats
     for asked in ("stored", "lerobot"):
         run = in_process.resolved(averaged(setting), **{"dataset.statistics": asked})
@@ -86,7 +86,7 @@ def test_whoever_asks_for_them_gets_them_with_a_warning(setting):
     assert "WARNING: they do not describe" in describe(run) and "--dataset.statistics=exact" in describe(run)
 
 
-def test_what_is_stored_does_not_matter_where_it_is_not_used(setting, tmp_path):
+def test_invalid_stored_statistics_are_ignored_if_exact(setting, tmp_path):
     root = shutil.copytree(setting[1], tmp_path / "copy")
     edit_stats(root, lambda stats: stats["action"].update(q99=[float("nan")]))
     changed = (setting[0], root, setting[2])
@@ -96,7 +96,7 @@ def test_what_is_stored_does_not_matter_where_it_is_not_used(setting, tmp_path):
     assert_numpys(run.robots[0].stats["action"], rows_of(load_metadata(root), "action", range(4)))
 
 
-def test_what_is_missing(setting, tmp_path):
+def test_missing_stored_quantile_is_computed_or_refused(setting, tmp_path):
     root = shutil.copytree(setting[1], tmp_path / "copy")
     edit_stats(root, lambda stats: stats["action"].pop("q99"))
     changed = (setting[0], root, setting[2])
@@ -109,7 +109,7 @@ def test_what_is_missing(setting, tmp_path):
 
 
 @pytest.mark.parametrize(("damage", "relative"), [("file", True), ("NaN", False)])
-def test_lerobots_statistics_without_an_excluded_episode_that_cannot_be_read(setting, tmp_path, damage, relative):
+def test_lerobot_statistics_survive_unreadable_excluded_episode(setting, tmp_path, damage, relative):
     """They are those of all episodes where all can be read, and otherwise of those that are chosen."""
     folder, _, base = setting
     root = make_dataset(tmp_path / "d", episodes=(12, 13, 14), true_quantiles=False, data_files_size_in_mb=1e-6)
@@ -134,7 +134,7 @@ def test_lerobots_statistics_without_an_excluded_episode_that_cannot_be_read(set
         computed(without_0)
 
 
-def test_a_run_that_is_resumed_keeps_what_it_was_started_with(setting, tmp_path):
+def test_resumed_run_keeps_exact_statistics(setting, tmp_path):
     copy = shutil.copytree(setting[0] / "averaged", tmp_path / "copy")
     started = (tmp_path, copy, setting[2])
     run = with_stats(in_process.resolved(started))
@@ -148,7 +148,7 @@ def test_a_run_that_is_resumed_keeps_what_it_was_started_with(setting, tmp_path)
         np.testing.assert_array_equal(with_stats(again).robots[0].stats["action"][name], value)
 
 
-def test_a_run_does_not_go_on_with_other_statistics(setting, tmp_path, monkeypatch):
+def test_changed_statistics_are_refused_after_first_checkpoint(setting, tmp_path, monkeypatch):
     """As where a damaged file, which --dataset.on_error=skip left out of them, was repaired in between."""
     run = in_process.resolved(setting, output_dir=tmp_path)
 
@@ -170,7 +170,7 @@ def test_a_run_does_not_go_on_with_other_statistics(setting, tmp_path, monkeypat
     assert held() == first
 
 
-def test_several_datasets_together(setting):
+def test_statistics_of_mixture_match_weighted_numpy(setting):
     """Their own quantiles cannot be joined: those of all rows are looked for, by the weights of what is trained on."""
     _, root, base = setting
     other = make_dataset(setting[0] / "other", episodes=(30, 11, 9, 41), seed=1)
@@ -194,14 +194,14 @@ def test_several_datasets_together(setting):
         assert_numpys(with_stats(run).robots[0].stats["action"], np.concatenate(rows))
 
 
-def test_what_the_policy_does_not_get_need_not_agree(setting):
+def test_unused_features_may_differ_in_width(setting):
     meta = load_metadata(setting[1])
     effort = [{name: np.ones(width) for name in AGGREGATED} for width in (6, 7)]
     metas = [replace(meta, stats={**meta.stats, "observation.effort": one}) for one in effort]
     assert join_stats(metas, None, VECTORS).keys() == set(VECTORS)
 
 
-def test_statistics_that_one_of_two_datasets_lacks(setting, tmp_path):
+def test_missing_statistics_of_one_dataset_match_lerobot_aggregate(setting, tmp_path):
     """With "lerobot" they are computed, and both datasets count, as in LeRobot's merged datasets."""
     second = make_dataset(tmp_path / "second", episodes=(5, 8), seed=1, true_quantiles=False)
     expected = aggregate_stats([load_metadata(setting[1]).stats, load_metadata(second).stats])
@@ -217,7 +217,7 @@ def test_statistics_that_one_of_two_datasets_lacks(setting, tmp_path):
             np.testing.assert_allclose(completed.stats[key][name], expected[key][name], rtol=1e-6)
 
 
-def test_datasets_in_other_units_are_refused_once_that_is_known(setting):
+def test_different_units_are_refused_once_statistics_are_computed(setting):
     """Stored quantiles that do not describe a dataset say nothing of its units."""
     metres = make_dataset(setting[0] / "metres", episodes=(30, 41), seed=1, true_quantiles=False)
     edit_rows(metres, "action", lambda values, *_: np.multiply(values, 1000, out=values))
@@ -227,7 +227,7 @@ def test_datasets_in_other_units_are_refused_once_that_is_known(setting):
         with_stats(run)
 
 
-def test_relative_actions(setting):
+def test_relative_action_statistics_match_numpy(setting):
     flags = {"policy.use_relative_actions": "true", "policy.chunk_size": 6, "policy.n_action_steps": 2}
     run = with_stats(in_process.resolved(setting, **flags))
     meta = load_metadata(setting[1])
@@ -240,7 +240,7 @@ def test_relative_actions(setting):
     assert_numpys(run.robots[0].stats["action"], np.concatenate(rows).astype(np.float64))
 
 
-def test_the_export_carries_what_was_trained_with(setting, tmp_path):
+def test_export_carries_trained_statistics(setting, tmp_path):
     run = with_stats(in_process.resolved(averaged(setting)))
     data = vla.build_dataset(run)
     rows = next(data.read(stream=(0, run.rows.last_row)).read_rows(np.arange(4), 4))
@@ -257,7 +257,7 @@ def test_the_export_carries_what_was_trained_with(setting, tmp_path):
     np.testing.assert_allclose(pre({**batch, "task": ["go"] * 4})["action"], expected, atol=1e-5)
 
 
-def test_dimensions_that_never_change(setting, tmp_path):
+def test_constant_dimensions_are_normalized_to_bounded_range(setting, tmp_path):
     """They are normalised to the middle of the range, whatever else comes is no huge number, and the way back is."""
     root = shutil.copytree(setting[1], tmp_path / "copy")
 
@@ -283,7 +283,7 @@ def test_dimensions_that_never_change(setting, tmp_path):
     assert set(actions[..., 1].round(4).ravel()) == {-1, 1}
 
 
-def test_usable():
+def test_widen_ranges_changes_only_zero_ranges_in_use():
     """Of the ranges that a normaliser uses, only those that it would divide by nothing are others."""
     stats = {
         "a": {"mean": np.array([2.0, 300.0, 0.0]), "std": np.array([1.0, 0.0, 0.0]), "q50": np.zeros(3)},

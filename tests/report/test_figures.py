@@ -10,7 +10,7 @@ from vla_finetuning.report import figures
 from vla_finetuning.report.dataset_look import Moment
 
 
-def test_long_lines_are_thinned_and_keep_their_extremes():
+def test_long_lines_are_thinned_with_extremes():
     x = np.arange(200_000.0)
     y = np.sin(x / 500)
     y[123_456], y[77] = 9.0, np.nan
@@ -22,7 +22,7 @@ def test_long_lines_are_thinned_and_keep_their_extremes():
     assert (line.get_xdata()[0], line.get_xdata()[-1]) == (0, 199_999)
 
 
-def test_svg_takes_every_colour_from_the_page_and_no_font():
+def test_svg_uses_page_colours_and_no_fonts():
     chunks = [figures.Chunk("episode 1", np.zeros((4, 2)), np.ones((4, 2)))]
     drawn = [
         figures.line_chart({"a": ([1, 2], [3, 4]), "b": ([1, 2], [4, 3])}, xlabel="x", ylabel="y", marks=[1.5]),
@@ -43,11 +43,11 @@ def test_svg_takes_every_colour_from_the_page_and_no_font():
     ("name", "unit"),
     [("x_cm", "cm"), ("elbow.deg", "deg"), ("speed_m_s", "m/s"), ("Angle (rad)", "rad"), ("arm", None), ("pos", None)],
 )
-def test_units_are_those_that_names_end_with(name, unit):
+def test_units_are_parsed_from_name_suffix(name, unit):
     assert figures.with_unit(name) == name + (f" ({unit})" if unit else "")
 
 
-def test_a_contact_sheet_has_a_row_per_camera_and_leaves_gaps():
+def test_contact_sheet_has_row_per_camera_with_gaps():
     red, wide = np.full((6, 6, 3), (255, 0, 0), np.uint8), np.zeros((4, 8, 3), np.uint8)
     moments = [
         Moment(0, 0.0, {"observation.images.top": red, "wrist": wide}),
@@ -62,7 +62,7 @@ def test_a_contact_sheet_has_a_row_per_camera_and_leaves_gaps():
     assert figures.contact_sheet([]).axes == []
 
 
-def test_a_dimension_without_a_range_is_named_and_left_empty():
+def test_dimension_without_range_is_labelled_and_empty():
     scaled = np.array([[np.nan, np.nan, np.nan], [-1.0, 0.0, 99.0]])
     (axes,) = figures.ranges(scaled, ["flat", "b"], limit=5).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["flat", "b"]
@@ -71,7 +71,7 @@ def test_a_dimension_without_a_range_is_named_and_left_empty():
 
 
 @pytest.mark.parametrize("high", [2.5, 4e5])
-def test_a_log_axis_is_labelled_with_plain_numbers(high):
+def test_log_axis_has_plain_number_labels(high):
     figure = figures.line_chart({"loss": ([1, 2], [high, 1.1])}, xlabel="step", ylabel="loss", log=True)
     figure.canvas.draw()
     axis, limits = figure.axes[0].yaxis, figure.axes[0].get_ylim()
@@ -79,7 +79,7 @@ def test_a_log_axis_is_labelled_with_plain_numbers(high):
     assert 1 <= sum(limits[0] <= float(label) <= limits[1] for label in labels) <= 8
 
 
-def test_bars_are_as_long_as_their_counts():
+def test_bars_match_counts_and_labels():
     figure = figures.bars([("pick up $x$", 12), ("wipe", 3)], xlabel="episodes")
     (axes,) = figure.axes
     assert [bar.get_width() for bar in axes.patches] == [12, 3]
@@ -87,6 +87,6 @@ def test_bars_are_as_long_as_their_counts():
     assert axes.yaxis_inverted()
 
 
-def test_a_single_point_has_ticks_where_it_is_and_nowhere_else():
+def test_single_point_has_only_its_own_ticks():
     axes = figures.line_chart({"loss": (np.array([20]), np.array([0.5]))}, xlabel="step", ylabel="loss").axes[0]
     assert axes.get_xticks().tolist() == [20] and axes.get_yticks().tolist() == [0.5]

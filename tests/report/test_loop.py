@@ -39,7 +39,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_table_and_the_pictures_are_the_evaluations(folder):
+def test_page_shows_scores_and_films_of_evaluation(folder):
     page = check_page(write_report(folder, []).read_text())
     notes = "59 followed the given instruction; of 30 distinct scenes; 2 more ended in an error"
     assert f"trained 57 60 95.0% 86.3% to 98.3% 90.0% 80.0% to 95.0% {notes}" in page.text
@@ -53,7 +53,7 @@ def test_the_table_and_the_pictures_are_the_evaluations(folder):
     assert "c.webp is gone" in page.text and "not shown. ended in another state" in page.text
 
 
-def test_a_link_is_no_picture_of_the_page(folder, tmp_path):
+def test_symlinked_film_is_not_embedded(folder, tmp_path):
     """What it leads to may be private, and pages are given to others."""
     (folder / "secret").write_bytes(WEBP + b"private")
     (folder / "films/a.webp").unlink()
@@ -63,7 +63,7 @@ def test_a_link_is_no_picture_of_the_page(folder, tmp_path):
     assert "a.webp is a link" in page.text
 
 
-def test_checkpoints_are_in_their_order_and_a_task_that_one_did_not_play_has_no_figure(folder):
+def test_success_table_orders_checkpoints_and_marks_unplayed_tasks(folder):
     by_task = [{"label": task, "successes": n, "episodes": 25} for task, n in ((HOSTILE, 9), ("push", 1))]
     lines = [
         {"step": step, "successes": 5, "episodes": 50, "interval": [0.1, 0.9], "by_task": by_task[: 1 + step // 4000]}
@@ -75,7 +75,7 @@ def test_checkpoints_are_in_their_order_and_a_task_that_one_did_not_play_has_no_
     assert f"Successes by task task step 2,000 step 4,000 {HOSTILE} 9 of 25 9 of 25 push – 1 of 25" in page.text
 
 
-def test_a_run_of_grpo_shows_held_out_success_as_that_of_checkpoints(tmp_path):
+def test_grpo_page_shows_held_out_success_by_step(tmp_path):
     """A run without datasets says nothing of any."""
     write_json(tmp_path / "config.json", GrpoConfig(env_type="two_bins").to_json())
     write_json(tmp_path / "run.json", {"steps": 3, "plan": HOSTILE, "datasets": []})
@@ -105,6 +105,6 @@ def test_a_run_of_grpo_shows_held_out_success_as_that_of_checkpoints(tmp_path):
     assert "kl: not measured in this run." in shown.text and "ataset" not in shown.text.partition("Configuration")[0]
 
 
-def test_a_run_of_grpo_that_has_only_begun_has_a_page_too(tmp_path):
+def test_grpo_page_without_metrics(tmp_path):
     write_json(tmp_path / "config.json", GrpoConfig(env_type="two_bins").to_json())
     assert "Nothing has been logged yet" in check_page(write_report(tmp_path).read_text()).text

@@ -102,7 +102,7 @@ def totals():
     return seconds, waited
 
 
-def test_key_figures_and_the_summary(report):
+def test_key_figures_match_log(report):
     shown, _, text = report
     seconds, waited = totals()
     rate = LINES[-1]["samples"] / seconds
@@ -147,7 +147,7 @@ CHARTS = {
 }
 
 
-def test_every_key_of_the_log_is_a_chart(report):
+def test_every_log_key_has_chart(report):
     shown, drawn, _ = report
     beside = {"step", "eval_loss", "eval_loss_by_robot"}  # what all are drawn over, and curves beside the loss
     keys = list(dict.fromkeys(key for line in LINES for key in line if key not in beside))
@@ -166,7 +166,7 @@ def test_every_key_of_the_log_is_a_chart(report):
         assert [mark.get_xdata()[0] for mark in marks] == [17]  # where the run went on
 
 
-def test_a_list_is_drawn_over_its_places_as_it_was_first_and_last(report):
+def test_list_metric_is_drawn_at_first_and_last_step(report):
     _, drawn, _ = report
     ((axes,),) = (
         axes for label, axes in drawn.items() if label.startswith("eval_loss_by_time over time: step 10 from ")
@@ -178,7 +178,7 @@ def test_a_list_is_drawn_over_its_places_as_it_was_first_and_last(report):
         np.testing.assert_allclose(line.get_ydata(), [np.nan, *by_time[step][1:]])
 
 
-def test_held_out_errors(report):
+def test_held_out_errors_match_evaluation(report):
     shown, drawn, _ = report
     assert [robot for robot, _ in shown["held_out"]] == list(ROBOTS)
     for robot, found in shown["held_out"]:
@@ -213,7 +213,7 @@ def test_held_out_errors(report):
         assert axes[-1].get_xlabel() == "episode 4, frame 15"
 
 
-def test_the_closed_loop(report):
+def test_closed_loop_tables_match_evaluations(report):
     shown, drawn, _ = report
     found = dict(shown["closed_loop"])
     (axes,) = drawn["Success in the loop over steps: from 25% to 45%, at most 45%"]
@@ -238,7 +238,7 @@ def test_the_closed_loop(report):
     }
 
 
-def test_nothing_else_on_the_page_is_a_number_of_the_run(report):
+def test_page_has_no_untested_numbers(report):
     shown, drawn, _ = report
     compared = {"key_figures", "facts", "charts", "held_out", "closed_loop"}
     others = {"title", "subtitle", "written", "missing", "held_out_expected", "attempts", "skipped", "looks", "plan"}

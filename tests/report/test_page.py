@@ -102,7 +102,7 @@ def page(finished):
     return check_page(write_report(finished).read_text())
 
 
-def test_the_summary_is_the_runs(page):
+def test_page_summarizes_run(page):
     for part in (
         "run <b>",
         f"All {STEPS} steps done.",
@@ -118,7 +118,7 @@ def test_the_summary_is_the_runs(page):
     assert "nonfinite_steps: 0 throughout." in page.text
 
 
-def test_what_was_survived_and_skipped_and_the_dataset_are_shown(page):
+def test_page_shows_restarts_skipped_rows_and_dataset(page):
     assert "The training processes were started 3 times." in page.text
     assert "1 0 4 2 20 4 3 40 3" in page.text
     assert f"1 skipped episode_index frame_index reason 7 3 {HOSTILE}" in page.text
@@ -129,7 +129,7 @@ def test_what_was_survived_and_skipped_and_the_dataset_are_shown(page):
     assert any("Histogram of episode lengths: 4 episodes" in label for label in labels)
 
 
-def test_what_is_missing_is_a_sentence(folder, tmp_path):
+def test_page_states_missing_files(folder, tmp_path):
     (folder / "evaluation.json").unlink()
     assert "is measured at the end of the run" in read(folder).text
     (tmp_path / "empty").mkdir()
@@ -149,7 +149,7 @@ def test_what_is_missing_is_a_sentence(folder, tmp_path):
     assert "Held-out episodes" not in text and "Dataset" in text
 
 
-def test_losses_that_are_not_finite_half_a_line_and_a_dataset_that_is_gone_are_survived(folder):
+def test_page_survives_nan_loss_partial_line_and_missing_dataset(folder):
     path, facts = folder / "metrics.jsonl", json.loads((folder / "run.json").read_text())
     *lines, last = path.read_text().splitlines()
     last = json.dumps({**json.loads(last), "loss": float("nan")})
@@ -163,7 +163,7 @@ def test_losses_that_are_not_finite_half_a_line_and_a_dataset_that_is_gone_are_s
     assert any("loss over steps: from 0.4 to 0.03636" in svg["aria-label"] for svg in page.all("svg"))
 
 
-def test_the_report_is_written_at_the_start_at_checkpoints_and_at_the_end(folder, monkeypatch):
+def test_report_is_written_at_start_checkpoints_and_end(folder, monkeypatch):
     written, again = [], threading.Event()
 
     def write(folder, looks):
@@ -182,7 +182,7 @@ def test_the_report_is_written_at_the_start_at_checkpoints_and_at_the_end(folder
     assert written == [[], ["step_00000010"], ["step_00000010"]]
 
 
-def test_a_report_that_fails_is_a_warning_and_not_the_runs_end(folder, monkeypatch, caplog):
+def test_report_failure_is_only_warning(folder, monkeypatch, caplog):
     monkeypatch.setattr(report, "look_at_datasets", lambda folder: [])
     (folder / "report.html").unlink(missing_ok=True)
     metrics = (folder / "metrics.jsonl").read_text()
@@ -197,7 +197,7 @@ def test_a_report_that_fails_is_a_warning_and_not_the_runs_end(folder, monkeypat
     assert "All 60 steps done." in check_page((folder / "report.html").read_text()).text
 
 
-def test_readers_see_the_old_page_or_the_new(folder, monkeypatch):
+def test_report_is_replaced_atomically(folder, monkeypatch):
     before = write_report(folder, []).read_text()
     replace, seen = files.os.replace, []
     monkeypatch.setattr(
@@ -208,7 +208,7 @@ def test_readers_see_the_old_page_or_the_new(folder, monkeypatch):
     assert [path.name for path in folder.glob(".*")] == []
 
 
-def test_the_command_writes_it_anew(folder, tmp_path, capsys):
+def test_report_command_rewrites_page(folder, tmp_path, capsys):
     assert report.main([str(folder)]) == 0
     assert Path(capsys.readouterr().out.strip()) == folder / "report.html"
     assert report.main([str(tmp_path / "nowhere")]) == 2
@@ -274,7 +274,7 @@ class Heard(Handler):
 
 
 @pytest.mark.parametrize("protected", [pytest.param(False, marks=pytest.mark.gate), True])
-def test_markup_that_got_into_a_page_does_nothing(browser, folder, tmp_path, protected):
+def test_content_security_policy_blocks_injected_markup(browser, folder, tmp_path, protected):
     """As if a name had not been escaped: without the page's policy all of it works."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Heard)
     server.paths = []
@@ -306,7 +306,7 @@ def luminance(colour):
 
 @pytest.mark.gate
 @pytest.mark.parametrize(("width", "is_light"), [(1280, True), (390, False)])
-def test_a_browser_shows_it(browser, folder, tmp_path, width, is_light):
+def test_browser_renders_page_legibly(browser, folder, tmp_path, width, is_light):
     """On a wide light screen and a narrow dark one: all of it fits, can be read, and is reached by the keyboard."""
     shown, probe = json.dumps(write_report(folder).read_text()).replace("<", "\\u003c"), tmp_path / "probe.html"
     probe.write_text(PROBE.replace("WIDTH", str(width)).replace("PAGE", shown))

@@ -126,7 +126,7 @@ def scalars(folder, key="train/loss"):
     return [(event.step, event.value) for event in events(folder).Scalars(key)]
 
 
-def test_tensorboard_shows_what_metrics_jsonl_says(folder):
+def test_tensorboard_matches_metrics_jsonl(folder):
     a_whole_run(folder, "tensorboard")
     assert scalars(folder) == LOSSES == said(folder)
     read = events(folder)
@@ -138,7 +138,7 @@ def test_tensorboard_shows_what_metrics_jsonl_says(folder):
     assert config == {**json.loads((folder / "config.json").read_text()), "code_revision": tracking.code_revision()}
 
 
-def test_robots_have_curves_of_their_own(folder):
+def test_tensorboard_has_curves_by_robot_not_by_task(folder):
     """The instruction of a task is sent to nobody; nor are errors of an earlier end those of an extended run."""
     nested = {"loss_by_robot": {"a": 1.0, "b": None}, "eval_loss_by_task": {"pick it up": 1.0}}
     append_line(folder / "metrics.jsonl", json.dumps({"step": 50, "loss": 2.0, **nested}))
@@ -149,7 +149,7 @@ def test_robots_have_curves_of_their_own(folder):
     assert set(events(folder).Tags()["scalars"]) == {"train/loss", "train/loss_by_robot/a"}
 
 
-def test_a_line_that_is_still_being_written_waits(folder):
+def test_partial_metrics_line_is_logged_once_complete(folder):
     follower = Follower(folder, "tensorboard", PROJECT)
     logged(folder, 10)
     whole = (folder / "metrics.jsonl").read_text()
@@ -243,7 +243,7 @@ def read_after(part, folder, name, **environment):
 
 @pytest.mark.parametrize("in_bucket", [False, pytest.param(True, marks=pytest.mark.gate)])
 @pytest.mark.parametrize("name", READ_BACK)
-def test_others_show_what_metrics_jsonl_says(folder, tmp_path, monkeypatch, name, in_bucket):
+def test_trackers_match_metrics_jsonl(folder, tmp_path, monkeypatch, name, in_bucket):
     """In one run, offline, though its first machine is gone; of a step that was logged twice the last point counts."""
     if name != "trackio":  # which is among the requirements
         pytest.importorskip(name, reason=f"pip install {PACKAGES.get(name, name)}")
@@ -267,7 +267,7 @@ def test_others_show_what_metrics_jsonl_says(folder, tmp_path, monkeypatch, name
     assert (lr, revision) == (2.5e-5, tracking.code_revision())
 
 
-def test_a_run_in_a_bucket_is_resumed_elsewhere(folder, tmp_path, monkeypatch):
+def test_tracked_run_in_bucket_is_resumed_elsewhere(folder, tmp_path, monkeypatch):
     """It goes on with the tracker's run, though the machine where that was begun is gone."""
     monkeypatch.setenv("TRACKIO_DIR", "")
     monkeypatch.delenv("TRACKIO_DIR")
@@ -286,7 +286,7 @@ def test_a_run_in_a_bucket_is_resumed_elsewhere(folder, tmp_path, monkeypatch):
             assert scalars(whole) == LOSSES == said(copy)
 
 
-def test_what_a_tracker_has_is_in_the_bucket_before_it_is_said_to_have_it(folder, tmp_path, monkeypatch):
+def test_tracker_data_reaches_bucket_before_tracking_json(folder, tmp_path, monkeypatch):
     """Else a driver that is killed in between would leave a hole."""
     monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
     with runs_bucket() as faults:
@@ -334,7 +334,7 @@ def kept(monkeypatch):
     monkeypatch.setattr(tracking, "require_tracker", lambda name: None)
 
 
-def test_a_run_that_went_on_without_the_tracker_is_sent_anew(folder, kept):
+def test_steps_retrained_without_tracker_are_sent_again(folder, kept):
     """Which of its steps were trained again is not known."""
     logged(folder, 10, 20)
     Follower(folder, "wandb", PROJECT).finish()
@@ -344,7 +344,7 @@ def test_a_run_that_went_on_without_the_tracker_is_sent_anew(folder, kept):
     assert Kept.last.points == [(10, 10.0), (20, 20.25)]
 
 
-def test_a_tracker_that_fails_is_a_warning_and_gets_what_it_missed(folder, kept, caplog, monkeypatch):
+def test_tracker_failure_is_warning_and_missed_points_are_sent(folder, kept, caplog, monkeypatch):
     monkeypatch.setattr(tracking, "POLL_S", 0.01)
     with caplog.at_level(logging.WARNING), track(folder, "wandb", PROJECT):
         logged(folder, 10)
@@ -362,7 +362,7 @@ def test_a_tracker_that_fails_is_a_warning_and_gets_what_it_missed(folder, kept,
 
 
 @pytest.mark.parametrize("name", get_args(TrackerName))
-def test_a_missing_package_is_named_before_anything_is_written(folder, monkeypatch, name):
+def test_missing_tracker_package_is_reported_before_writing(folder, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     before = sorted(folder.rglob("*"))
     with (
@@ -373,7 +373,7 @@ def test_a_missing_package_is_named_before_anything_is_written(folder, monkeypat
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_tracker_that_cannot_be_opened_is_an_error(folder, monkeypatch, capsys):
+def test_tracker_that_cannot_open_is_error(folder, monkeypatch, capsys):
     def refuse(*_):
         raise RuntimeError("no API key")
 
@@ -383,6 +383,6 @@ def test_a_tracker_that_cannot_be_opened_is_an_error(folder, monkeypatch, capsys
     assert "--track wandb: cannot be opened: RuntimeError: no API key" in capsys.readouterr().err
 
 
-def test_code_without_git_has_a_digest(monkeypatch):
+def test_code_revision_without_git_is_digest(monkeypatch):
     monkeypatch.setenv("GIT_DIR", "/nowhere")
     assert re.fullmatch("sha256:[0-9a-f]{64}", tracking.code_revision())
