@@ -36,7 +36,7 @@ def demo(tmp_path_factory, no_ray_cluster):
 @pytest.mark.ray
 @pytest.mark.demo
 @pytest.mark.timeout(900)
-def test_the_demo_learns_to_see_and_to_listen(demo):
+def test_demo_policy_uses_images_and_instructions(demo):
     errors = json.loads((demo / "run" / "evaluation.json").read_text())
     mean, untrained = errors["trained"]["mean_action"]["mse"], errors["untrained"]["policy"]["mse"]
     trained, other = errors["trained"]["policy"]["mse"], errors["trained"]["other_instruction"]["mse"]
@@ -48,7 +48,7 @@ def test_the_demo_learns_to_see_and_to_listen(demo):
 
 @pytest.mark.ray
 @pytest.mark.demo
-def test_the_demo_succeeds_in_the_loop_by_its_eyes_and_ears(demo):
+def test_demo_success_rates_in_simulation(demo):
     scores = json.loads((demo / "run" / "evaluation.json").read_text())["closed_loop"]
     assert {name: score["episodes"] for name, score in scores.items()} == dict.fromkeys(LABELS, 60)
     assert scores["trained"]["successes"] >= 57 and scores["untrained"]["successes"] <= 3
@@ -66,7 +66,7 @@ def test_the_demo_succeeds_in_the_loop_by_its_eyes_and_ears(demo):
 
 @pytest.mark.ray
 @pytest.mark.demo
-def test_the_notebook_shows_the_run_and_what_was_learned(demo):
+def test_notebook_shows_progress_and_errors(demo):
     cells = nbformat.read(demo / "README.ipynb", as_version=4).cells
     printed = "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", []))
     trained = json.loads((demo / "run" / "evaluation.json").read_text())["trained"]["policy"]["mse"]
@@ -78,7 +78,7 @@ def test_the_notebook_shows_the_run_and_what_was_learned(demo):
 
 @pytest.mark.ray
 @pytest.mark.demo
-def test_lerobots_robot_client_succeeds_where_evaluate_does(demo, tmp_path, monkeypatch):
+def test_lerobot_robot_client_succeeds_as_evaluate(demo, tmp_path, monkeypatch):
     """The client leaves out the first action of later chunks, and draws the noise of a step, not of a decision."""
     monkeypatch.chdir(tmp_path)  # robot_client makes a folder for logs
     from lerobot.async_inference.robot_client import async_client

@@ -39,14 +39,14 @@ def difference(before, after, *ignored):
     return said
 
 
-def test_equal_runs_are_equal_whatever_they_took(folder, before):
+def test_golden_comparison_ignores_times(folder, before):
     log = folder / "metrics.jsonl"
     log.write_text(log.read_text().replace('"step_s": 0.5', '"step_s": 0.7'))
     equal, said = compare(json.loads(json.dumps(before)), record(folder))
     assert equal and said == "equal: 2 lines of metrics, 1 checkpoints, 4 tensors, 2 lines of rows"
 
 
-def test_the_last_bit_of_a_loss_is_named_with_its_step(before):
+def test_golden_comparison_reports_last_bit_of_a_loss(before):
     after = copy.deepcopy(before)
     loss = after["metrics"][1]["loss"]
     after["metrics"][1]["loss"] = float(np.nextafter(loss, 9))
@@ -55,7 +55,7 @@ def test_the_last_bit_of_a_loss_is_named_with_its_step(before):
     assert compare(before, after, ["loss"])[0]
 
 
-def test_a_key_that_is_gone_differs_and_a_new_one_is_named(before):
+def test_golden_comparison_reports_missing_and_new_metrics(before):
     after = copy.deepcopy(before)
     after["metrics"][0]["l1_loss"] = 1.0
     equal, said = compare(before, after)
@@ -68,14 +68,14 @@ def test_a_key_that_is_gone_differs_and_a_new_one_is_named(before):
     [("a", np.float32([[0, 1, 2], [3, 4, np.nextafter(np.float32(5), 9)]])), ("b", np.ones((1, 2)))],
     ids=["bit", "shape"],
 )
-def test_a_tensor_that_differs_is_named(folder, before, name, value):
+def test_golden_comparison_reports_changed_tensors(folder, before, name, value):
     tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2), name: value}
     save_file(tensors, folder / "trained.safetensors")
     said = difference(before, record(folder))
     assert f"tensors, trained.safetensors, {name}: " in said and "more" not in said
 
 
-def test_missing_and_changed_row_logs_are_named(folder, before):
+def test_golden_comparison_reports_changed_row_logs(folder, before):
     log = folder / "rows" / "rank0.jsonl"
     log.write_text(log.read_text().replace("[0, 1]", "[0, 2]"))
     assert "rows, rank0.jsonl, entry 2: " in difference(before, record(folder))
@@ -83,7 +83,7 @@ def test_missing_and_changed_row_logs_are_named(folder, before):
     assert "rows, rank0.jsonl: there before, absent now" in difference(before, record(folder))
 
 
-def test_lines_and_checkpoints_that_are_gone_are_named(folder, before):
+def test_golden_comparison_reports_missing_lines_and_checkpoints(folder, before):
     log, state = folder / "metrics.jsonl", next(folder.glob("checkpoints/*/state.json"))
     log.write_text(log.read_text().splitlines()[0] + "\n")
     assert "metrics, step 4: a line before, none now" in difference(before, record(folder))
@@ -92,7 +92,7 @@ def test_lines_and_checkpoints_that_are_gone_are_named(folder, before):
     assert "saves, entry 1, rows: 8 before, 9 now" in difference(before, record(folder))
 
 
-def test_one_difference_fails_all(before, capsys):
+def test_golden_comparison_fails_on_any_difference(before, capsys):
     after = copy.deepcopy(before)
     after["saves"] = []
     named = ["one", "other", "third", "fourth"]

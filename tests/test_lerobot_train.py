@@ -28,7 +28,7 @@ FLAGS = sorted(options(TrainPipelineConfig))
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_every_flag_is_taken_or_answered(flag):
+def test_every_lerobot_train_flag_is_accepted_or_answered(flag):
     if answer(flag) is None:
         assert flag in VLA.flags
         return
@@ -37,17 +37,17 @@ def test_every_flag_is_taken_or_answered(flag):
     assert f"LeRobot has --{flag.replace('*', 'type')}; here: {answer(flag)}" in str(refused.value)
 
 
-def test_nothing_is_answered_that_is_not_asked():
+def test_answers_are_for_lerobot_train_flags_only():
     assert len(FLAGS) > 60
     for known in ANSWERED:
         assert known in FLAGS or any(flag.startswith(known.removesuffix("*")) for flag in FLAGS), known
 
 
-def test_the_flags_that_answers_name_exist():
+def test_flags_named_in_answers_exist():
     named = {word.strip("(),;:") for said in ANSWERED.values() for word in said.split() if word.startswith("--")}
     assert len(named) > 8
     assert {name.removeprefix("--") for name in named} <= {name for program in PROGRAMS for name in program.flags}
 
 
-def test_the_page_is_what_the_table_makes():
+def test_lerobot_train_page_is_up_to_date():
     assert (Path(__file__).parents[1] / "docs" / "lerobot_train.md").read_text() == page() + "\n"

@@ -28,7 +28,7 @@ PATH = HOSTILE.replace("\ud800", "")
 
 @settings(max_examples=25)
 @given(st.text() | st.text(alphabet="\x1b\r\n\t\x9b\u202e\u2066\u200b\\xa \u00e9"))
-def test_a_line_stays_a_line(text):
+def test_escaped_text_is_printable_and_stable(text):
     shown = terminal.escaped(text)
     assert shown.isprintable() and terminal.escaped(shown) == shown
     assert (shown == text) == text.isprintable()
@@ -59,7 +59,7 @@ def assert_shown(text, *parts):
     assert all(part in text for part in parts), text
 
 
-def test_the_plan(setting, capsys):
+def test_hostile_names_are_escaped_in_the_plan(setting, capsys):
     plain, hostile = ([*flags, "--batch_size=2", "--steps=2", "--dry_run"] for flags in setting)
     assert vla.main(plain) == 0
     expected = capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_the_plan(setting, capsys):
     assert [line[:12] for line in found.split("\n")] == [line[:12] for line in expected.split("\n")]
 
 
-def test_an_error_and_a_warning(setting, tmp_path, capsys):
+def test_hostile_names_are_escaped_in_errors(setting, tmp_path, capsys):
     assert vla.main([f"--dataset.root=/{HOSTILE}", *setting[1][1:]]) == 2
     assert_shown(capsys.readouterr().err, f"error: dataset /{APART}: no such folder")
     assert show_dataset.main([setting[1][0].partition("=")[2], f"--output={tmp_path / PATH}.html"]) == 0
@@ -79,7 +79,7 @@ def test_an_error_and_a_warning(setting, tmp_path, capsys):
     assert capsys.readouterr().err == "error: of a library,\n    which has lines\n    error: \\x1b[2J\n"
 
 
-def test_the_log_of_a_run(tmp_path, capsys, monkeypatch):
+def test_hostile_names_are_escaped_in_the_run_log(tmp_path, capsys, monkeypatch):
     """Written by workers and the controller, printed by the driver."""
     with monkeypatch.context() as patch:
         patch.setattr(logging.getLogger(), "handlers", [])
@@ -104,7 +104,7 @@ def test_the_log_of_a_run(tmp_path, capsys, monkeypatch):
     assert_shown(err, r"escapes nothing \x1b[2J", f"WARNING {SHOWN}: episode 3 is skipped: {SHOWN}\n")
 
 
-def test_warnings_of_the_driver(monkeypatch, capsys):
+def test_hostile_names_are_escaped_in_driver_warnings(monkeypatch, capsys):
     monkeypatch.setattr(logging, "lastResort", logging.StreamHandler())
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     assert vla.main(["--no_such_flag"]) == 2
@@ -113,7 +113,7 @@ def test_warnings_of_the_driver(monkeypatch, capsys):
     assert_shown(capsys.readouterr().err, r"arm\x1b[2J\r", r"\x85y\ud800 could not be read")
 
 
-def test_nothing_else_prints():
+def test_only_terminal_module_prints():
     """What is added later goes the same way: no other module writes to the terminal, or makes a log's lines itself."""
     printing = {"print", "tqdm.write", "bar.write", "sys.stdout.write", "sys.stderr.write", "pprint"}
     printing |= {"traceback.print_exc", "logging.Formatter", "logging.basicConfig", "logging.StreamHandler"}

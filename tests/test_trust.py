@@ -69,7 +69,7 @@ def dangerous(path):
     return imported & PICKLING, (called & RUNNING) | allowing
 
 
-def test_no_module_reads_or_writes_what_can_run_code():
+def test_no_module_uses_unsafe_serialization_or_eval():
     found = {path: dangerous(path) for path in SOURCES}
     expected = {path: (IN_FLIGHT.get(path.name, set()), OWN_SOURCE.get(path.name, set())) for path in SOURCES}
     assert found == expected and found[ROOT / "vla_finetuning/training/stream.py"][0]  # else nothing was searched
@@ -77,7 +77,7 @@ def test_no_module_reads_or_writes_what_can_run_code():
 
 @pytest.mark.parametrize("name", ["attempt-00000/trainable.safetensors", checkpoint.STATE])
 @pytest.mark.parametrize("knows_checksums", [False, True])
-def test_a_poisoned_checkpoint(tmp_path, name, knows_checksums):
+def test_pickled_checkpoint_files_are_refused_without_execution(tmp_path, name, knows_checksums):
     """Refused, and nothing in it is run, even with checksums that fit it."""
     victim, folder = tmp_path / "victim", made(tmp_path / "checkpoints")
     (folder / name).write_bytes(pickle.dumps(Poison(victim)))
@@ -96,7 +96,7 @@ def test_a_poisoned_checkpoint(tmp_path, name, knows_checksums):
     assert victim.exists()  # it is poison
 
 
-def test_ray_starts_without_a_dashboard_and_keeps_its_token(monkeypatch):
+def test_ray_starts_without_dashboard_and_with_token(monkeypatch):
     """Ray 2.60 asks for a token by default; its dashboard opens on loopback (ci/smoke_job.sh)."""
     started = []
     monkeypatch.setattr(ray, "is_initialized", lambda: bool(started))

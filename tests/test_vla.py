@@ -88,7 +88,7 @@ def lerobot_loop(setting):
 
 
 @pytest.mark.ray
-def test_the_program_equals_a_plain_loop_over_lerobot(setting, finished):
+def test_run_equals_a_plain_loop_over_lerobot(setting, finished):
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["spilled_bytes"], line["mfu"]) for line in lines] == [
         (n, 0, None) for n in (1, 2, 3, 4)
@@ -124,7 +124,7 @@ def test_two_workers_equal_one_with_twice_the_batch(setting, finished):
 
 @pytest.mark.ray
 @pytest.mark.faults
-def test_four_steps_equal_two_and_a_resume_and_two_bit_for_bit(setting, finished):
+def test_killed_and_resumed_run_is_bitwise_equal(setting, finished):
     """Even when, after the resume, a worker is killed in the last step, and Ray Train starts the group anew."""
     folder = setting[0] / "resumed"
     shutil.copytree(finished, folder)
@@ -151,7 +151,7 @@ def test_four_steps_equal_two_and_a_resume_and_two_bit_for_bit(setting, finished
 
 
 @pytest.mark.ray
-def test_nothing_in_a_runs_folder_is_pickled(finished):
+def test_run_folder_contains_no_pickles(finished):
     files = [path for path in finished.rglob("*") if path.is_file()]
     assert {"config.json", "model.safetensors", "state.json", "metrics.jsonl"} <= {path.name for path in files}
     for path in files:
@@ -162,6 +162,6 @@ def test_nothing_in_a_runs_folder_is_pickled(finished):
 
 
 @pytest.mark.ray
-def test_a_cluster_that_is_too_small_is_said_and_not_waited_for(setting, finished, capsys):
+def test_too_small_local_cluster_is_an_error(setting, finished, capsys):
     assert vla.main(flags(setting, "large", **{"scaling.num_workers": 6, "scaling.cpus_per_worker": 1})) == 1
     assert "needs 7 CPUs, 3 found" in capsys.readouterr().err

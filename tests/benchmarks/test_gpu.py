@@ -23,7 +23,7 @@ ORDER = ("machine", "run", "step", "checkpoint", "prediction", "live data", "att
 @pytest.mark.ray
 @pytest.mark.slow  # 20 processes, two worker groups and a data engine
 @pytest.mark.timeout(3600)
-def test_all_of_it_runs_on_a_cpu(no_ray_cluster, tmp_path, capfd, monkeypatch):
+def test_gpu_benchmark_runs_on_a_cpu(no_ray_cluster, tmp_path, capfd, monkeypatch):
     path = tmp_path / "found.json"
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # where nothing answers: any request fails
     assert gpu.main(["--tiny", "--minutes=50", f"--json={path}"]) == 0, path.read_text()
@@ -46,7 +46,7 @@ def test_all_of_it_runs_on_a_cpu(no_ray_cluster, tmp_path, capfd, monkeypatch):
     assert "host waits between log steps: 0, predicted 0" in text and "failed: nothing" in text
 
 
-def test_ray_sees_no_cluster_of_others(monkeypatch):
+def test_own_ray_ignores_ray_address(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with gpu.own_ray():
         assert "RAY_ADDRESS" not in os.environ and os.listdir(os.environ["RAY_TMPDIR"]) == []
@@ -61,7 +61,7 @@ def section(name, about_s=0.0, limit_s=120.0):
 
 
 @pytest.mark.gate
-def test_what_breaks_a_process_is_a_result_and_the_others_are_complete(tmp_path, capfd):
+def test_crash_of_a_section_is_recorded_and_others_complete(tmp_path, capfd):
     path = tmp_path / "found.json"
     names = ("out_of_memory", "crash", "hang", "fine")
     found = run_sections([section(name, limit_s=8.0 if name == "hang" else 120.0) for name in names], path, 10.0)
@@ -81,7 +81,7 @@ def test_what_breaks_a_process_is_a_result_and_the_others_are_complete(tmp_path,
 
 
 @pytest.mark.gate
-def test_it_ends_within_its_minutes(tmp_path):
+def test_sections_end_within_the_time_limit(tmp_path):
     started = time.monotonic()
     found = run_sections([section("hang", limit_s=600.0), section("fine")], tmp_path / "found.json", 6 / 60)
     assert time.monotonic() - started < 60  # not 600
@@ -93,7 +93,7 @@ def results(path, seconds=60.0):
     return Results(path, time.monotonic() + seconds)
 
 
-def test_what_does_not_fit_into_the_minutes_is_left_out(tmp_path):
+def test_measurement_longer_than_the_remaining_time_is_skipped(tmp_path):
     taking = results(tmp_path / "found.json")
     assert taking.take("long", 100.0, lambda: pytest.fail("it was begun")) is None
     assert taking.entries["long"] == {"left_out": "takes about 100 s, and 60 s are left"}
@@ -101,7 +101,7 @@ def test_what_does_not_fit_into_the_minutes_is_left_out(tmp_path):
 
 
 @pytest.mark.gate
-def test_a_contender_goes_no_further_than_its_memory(tmp_path, monkeypatch):
+def test_contender_skips_batches_beyond_planned_memory(tmp_path, monkeypatch):
     taking, made = results(tmp_path / "found.json"), []
     monkeypatch.setattr(gpu, "make_contender", lambda *_: made.append(1))
     monkeypatch.setattr(gpu, "planned_bytes", lambda mode, size, device: {1: 10, 2: 20}.get(size))
@@ -119,7 +119,7 @@ def test_a_contender_goes_no_further_than_its_memory(tmp_path, monkeypatch):
     assert [name for name in taking.entries if "naive" in name] == ["step, full, naive, 1 rows"]
 
 
-def test_a_peer_that_fills_the_memory_has_not_failed(tmp_path, monkeypatch):
+def test_out_of_memory_of_a_peer_is_no_failure(tmp_path, monkeypatch):
     """The plan of ours has; a peer grows until then."""
 
     def full(*_):
@@ -138,7 +138,7 @@ def test_a_peer_that_fills_the_memory_has_not_failed(tmp_path, monkeypatch):
     ]
 
 
-def test_chosen_sections_run_alone(tmp_path, monkeypatch, capsys):
+def test_only_flag_selects_sections(tmp_path, monkeypatch, capsys):
     ran = []
     monkeypatch.setattr(gpu, "run_sections", lambda sections, path, minutes: ran.extend(sections) or {})
     argv = ["--tiny", f"--json={tmp_path / 'new' / 'found.json'}", "--only"]
@@ -156,7 +156,7 @@ def test_chosen_sections_run_alone(tmp_path, monkeypatch, capsys):
     assert "has the results of an earlier call; name another file" in capsys.readouterr().err
 
 
-def test_a_run_that_failed_is_not_resumed(monkeypatch):
+def test_failed_benchmark_run_is_not_resumed(monkeypatch):
     commands = []
 
     def run(command, check, **_):
@@ -169,7 +169,7 @@ def test_a_run_that_failed_is_not_resumed(monkeypatch):
     assert len(commands) == 1
 
 
-def test_sizes_are_those_that_the_plan_has_room_for(monkeypatch):
+def test_batch_sizes_are_limited_by_planned_memory(monkeypatch):
     """With what a GPU holds beside the step, as a run of the program is refused or not."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=20 * GIB))
     monkeypatch.setattr(step, "planned", lambda config, mode, size, *_: StepMemory(0, 0, 0, 0, size * GIB, 4 * GIB))
@@ -179,7 +179,7 @@ def test_sizes_are_those_that_the_plan_has_room_for(monkeypatch):
 
 
 @pytest.mark.gate
-def test_failing_gpu_tests_are_an_error(tmp_path, monkeypatch):
+def test_failing_gpu_tests_are_a_benchmark_error(tmp_path, monkeypatch):
     (tmp_path / "test_it.py").write_text("def test_it():\n    assert 1 == 2\n")
     taking = results(tmp_path / "found.json")
     taking.take("tests", 0.0, partial(gpu.gpu_tests, CPU, chosen=[str(tmp_path / "test_it.py"), "-c", os.devnull]))
@@ -188,7 +188,7 @@ def test_failing_gpu_tests_are_an_error(tmp_path, monkeypatch):
     assert gpu.table(taking.entries).endswith("failed: tests")
 
 
-def test_a_checkpoint_that_is_read_back_with_other_bits_is_an_error(tmp_path, monkeypatch):
+def test_checkpoint_with_changed_bits_is_a_benchmark_error(tmp_path, monkeypatch):
     read = gpu.checkpoints.load_checkpoint
 
     def damaged(folder, named, state):
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_is_read_back_with_other_bits_is_an_error(tmp_path, mo
         gpu.checkpoint(CPU)
 
 
-def test_what_was_planned_stands_beside_measurements():
+def test_benchmark_table_shows_planned_and_measured_values():
     row = {"samples_per_s": 27.04, "mfu": 0.412, "peak_memory_bytes": 51 * 2**30, "planned_bytes": 50 * 2**30}
     found = {
         "step, full, ours, 8 rows": {"result": row},
@@ -214,6 +214,6 @@ def test_what_was_planned_stands_beside_measurements():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_it_says_how_to_do_without(tmp_path, capsys):
+def test_missing_gpu_is_reported_with_the_tiny_flag(tmp_path, capsys):
     assert gpu.main([f"--json={tmp_path / 'found.json'}"]) == 2
     assert "--tiny runs it on a CPU" in capsys.readouterr().err and not list(tmp_path.iterdir())

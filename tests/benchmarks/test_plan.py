@@ -16,7 +16,7 @@ def schema_of(root):
         return columns, [g.num_rows for g in groups], {g.column(0).compression for g in groups}
 
 
-def test_its_episodes_are_written_as_lerobot_writes_them(tmp_path):
+def test_plan_benchmark_writes_episodes_as_lerobot(tmp_path):
     make(tmp_path / "ours", 23)
     whole = {"chunks_size": 1000, "data_files_size_in_mb": 100, "video_files_size_in_mb": 100}
     make_dataset(tmp_path / "theirs", episodes=[2] * 23, cameras=dict.fromkeys(CAMERAS, (32, 32)), **whole)

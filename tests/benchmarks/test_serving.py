@@ -8,7 +8,7 @@ from benchmarks import plan, serving
 from vla_finetuning.options import command_line
 
 
-def test_the_servers_and_the_policy_in_process_have_the_same_device(monkeypatch, tmp_path):
+def test_serving_benchmark_uses_one_device(monkeypatch, tmp_path):
     commands = []
 
     def stop(command, **_):
@@ -24,7 +24,7 @@ def test_the_servers_and_the_policy_in_process_have_the_same_device(monkeypatch,
 
 
 @pytest.mark.parametrize(("benchmark", "measures"), [(serving, "measure"), (plan, "make")])
-def test_the_folder_of_the_result_is_made_before(monkeypatch, tmp_path, benchmark, measures):
+def test_benchmark_creates_result_folder_before_measuring(monkeypatch, tmp_path, benchmark, measures):
     def measure(*_):
         assert (tmp_path / "new").is_dir()
         raise InterruptedError

@@ -36,7 +36,7 @@ def datasets(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "load_metadata", lambda root: meta)
 
 
-def test_recap_learns_from_the_labels_of_its_value_function(datasets, tmp_path):
+def test_recap_stages_use_labels_of_their_value_function(datasets, tmp_path):
     options = Namespace(folder=tmp_path, seed=7, steps=5, value_steps=4, eval_episodes=3)
     made = dict(parsed(recap.stages(options)))
     assert list(made) == ["imitation", "value", "recap", "play-imitation", "play-recap"]
@@ -46,7 +46,7 @@ def test_recap_learns_from_the_labels_of_its_value_function(datasets, tmp_path):
     assert len(outcomes) == 240 and list(outcomes.values()).count(False) == 72
 
 
-def test_insulation_trains_each_arm_from_the_same_base(datasets, tmp_path):
+def test_insulation_stages_share_the_base_policy(datasets, tmp_path):
     options = Namespace(folder=tmp_path, demonstrations=9, steps=5, every=2, eval_episodes=3)
     (_, recorded), *trained, (name, writing) = parsed(insulation.stages(options, 1000))
     assert recorded.episodes == 9 and {config.policy_path for _, config in trained} == {str(tmp_path / "base10")}
@@ -60,7 +60,7 @@ def test_insulation_trains_each_arm_from_the_same_base(datasets, tmp_path):
     assert writing.policy_path == str(tmp_path / "seed1000" / "subtask" / "pretrained_model")
 
 
-def test_obeyed_are_those_that_reached_the_named_bin(tmp_path, monkeypatch):
+def test_obeyed_episodes_reached_the_instructed_bin(tmp_path, monkeypatch):
     lines = [
         {"task": "t", "initial_state": n, "error": None, "info": {"reached": reached}, "success_once": reached == "red"}
         for n, reached in enumerate(("red", "blue", ""))
@@ -77,7 +77,7 @@ def test_obeyed_are_those_that_reached_the_named_bin(tmp_path, monkeypatch):
     assert {(s["episodes"], s["obeyed"], s["reached"]) for s in found.values()} == {(6, 2, 4)}
 
 
-def test_stages_run_once_and_go_on_after_one_that_failed(tmp_path, monkeypatch):
+def test_stages_run_once_and_resume_after_a_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(stages.cluster, "connect", lambda: None)
     calls, statuses = [], iter([0, 4, 0, 0])
 

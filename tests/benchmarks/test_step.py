@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("mode", ["heads", "full"])
-def test_lerobots_update_and_ours_train_alike(mode):
+def test_update_equals_lerobots(mode):
     """Over the same rows, noise and times, from the same weights."""
     losses = {}
     for name in ("lerobot", "ours"):
@@ -36,7 +36,7 @@ def test_lerobots_update_and_ours_train_alike(mode):
 
 
 @pytest.mark.gate
-def test_only_ours_reads_nothing_from_the_device(monkeypatch):
+def test_only_own_update_reads_nothing_from_the_device(monkeypatch):
     monkeypatch.setattr(step, "MAX_STEPS", 1)
     monkeypatch.setattr(step, "WARM_UP_STEPS", 1)
     reads = {}
@@ -66,7 +66,7 @@ def ours_compiled():
 
 
 @pytest.mark.gate
-def test_a_compiled_cell_in_which_nothing_compiled_ran_fails(fresh_dynamo, monkeypatch):
+def test_compiled_benchmark_fails_if_nothing_compiled_ran(fresh_dynamo, monkeypatch):
     monkeypatch.setattr(step, "MAX_STEPS", 2)
     ours, columns = ours_compiled()
     assert step.measure(ours, columns, 1, 0.0, CPU)["compiled_calls_per_step"] == 8
@@ -78,7 +78,7 @@ def test_a_compiled_cell_in_which_nothing_compiled_ran_fails(fresh_dynamo, monke
 
 
 @pytest.mark.gate
-def test_a_compiled_cell_in_which_something_compiles_late_fails(fresh_dynamo, monkeypatch):
+def test_compiled_benchmark_fails_on_late_compilation(fresh_dynamo, monkeypatch):
     monkeypatch.setattr(step, "MAX_STEPS", 2)
     ours, columns = ours_compiled()
     longer = updates.prepared_rows(ours.config, 3, 0)  # its first turn comes after the warm-up
@@ -87,7 +87,7 @@ def test_a_compiled_cell_in_which_something_compiles_late_fails(fresh_dynamo, mo
 
 
 @pytest.mark.parametrize("mode", ["heads", "full"])
-def test_ours_is_what_the_program_trains(mode):
+def test_own_contender_has_the_planned_weights(mode):
     """The weights that the plan of such a run counts."""
     config = updates.policy_config(CPU)
     ours = updates.Ours(config, mode, CPU, bf16=True)
@@ -95,7 +95,7 @@ def test_ours_is_what_the_program_trains(mode):
     assert sum(t.nbytes for t in (*ours.loss.parameters(), *ours.loss.buffers())) == needed.weights
 
 
-def test_a_policy_that_does_not_fit_at_all_costs_only_itself(monkeypatch):
+def test_out_of_memory_contender_does_not_stop_the_others(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -106,7 +106,7 @@ def test_a_policy_that_does_not_fit_at_all_costs_only_itself(monkeypatch):
     assert found["naive"] == {} and {size: len(samples) for size, samples in found["ours"].items()} == {1: 2, 8: 2}
 
 
-def test_ratios_are_of_the_same_batch_and_of_each_ones_best():
+def test_ratios_compare_equal_and_best_batches():
     def cell(ms, cpu_ms):
         return [
             {"ms_per_sample": ms, "cpu_ms_per_sample": cpu_ms, "samples_per_s": 1000 / ms, "host_reads_per_step": 0}

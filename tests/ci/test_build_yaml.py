@@ -68,13 +68,13 @@ def faults(project, capsys, *arguments):
         ("configs/gcp_l4.yaml", "    min_nodes: 0\n", "    min_workers: 0\n", 17, "min_workers: nothing reads this"),
     ],
 )
-def test_a_fault_is_named_with_its_line(project, capsys, file, old, new, line, message):
+def test_build_yaml_fault_is_reported_with_its_line(project, capsys, file, old, new, line, message):
     edit(project / file, old, new)
     found = faults(project, capsys)
     assert any(re.match(rf"{re.escape(file)}:{line}: ", one) and message in one for one in found), found
 
 
-def test_what_anyscale_knows_besides_may_be_given(project, capsys):
+def test_other_anyscale_keys_are_accepted(project, capsys):
     disk = "{BlockDeviceMappings: [{DeviceName: /dev/sda1, Ebs: {VolumeSize: 1000}}]}"
     path = project / "configs/aws_l4.yaml"
     path.write_text(
@@ -84,7 +84,7 @@ def test_what_anyscale_knows_besides_may_be_given(project, capsys):
     assert "advanced_instance_config" in path.read_text() and faults(project, capsys) == []
 
 
-def test_all_faults_are_told_at_once(project, capsys):
+def test_all_build_yaml_faults_are_reported_at_once(project, capsys):
     edit(project / "build.yaml", "-py312", "-py311")
     edit(project / "build.yaml", "GCP: configs/gcp_l4.yaml", "GCP: configs/none.yaml")
     edit(project / "configs/aws_l4.yaml", "    CPU: 0\n", "    CPU: 1\n")
@@ -95,7 +95,7 @@ def test_all_faults_are_told_at_once(project, capsys):
     ]
 
 
-def test_an_empty_or_absent_file_is_a_fault(project, capsys):
+def test_empty_or_missing_build_yaml_is_a_fault(project, capsys):
     (project / "build.yaml").write_text("# nothing\n")
     assert faults(project, capsys) == ["build.yaml:1: is empty"]
     (project / "build.yaml").unlink()
@@ -134,7 +134,7 @@ def registry():
         server.shutdown()
 
 
-def test_the_registry_is_asked_for_the_image(project, capsys, registry):
+def test_missing_image_in_registry_is_reported(project, capsys, registry):
     assert faults(project, capsys, f"--registry={registry}") == []
     edit(project / "build.yaml", "-cu128", "-cu126")
     assert "build.yaml:7: " in (found := faults(project, capsys, f"--registry={registry}")[0])
@@ -143,13 +143,13 @@ def test_the_registry_is_asked_for_the_image(project, capsys, registry):
     assert "answered 403" in faults(project, capsys, f"--registry={registry}")[0]
 
 
-def test_an_images_own_registry_comes_first(project, capsys, registry):
+def test_registry_in_the_image_name_has_precedence(project, capsys, registry):
     edit(project / "build.yaml", IMAGE, f"{registry}/{IMAGE}")
     assert faults(project, capsys, "--registry=127.0.0.1:1") == []
     edit(project / "build.yaml", f"{registry}/{IMAGE}", f"127.0.0.1:1/{IMAGE}")
     assert "127.0.0.1:1 could not be asked" in faults(project, capsys, "--registry=none")[0]
 
 
-def test_what_is_not_checked_is_said(project, capsys):
+def test_unchecked_image_is_reported(project, capsys):
     assert main([str(project / "build.yaml")]) == 0
     assert "not checked whether the image exists" in capsys.readouterr().out

@@ -57,7 +57,7 @@ def command_config(entrypoint):
 
 
 @pytest.mark.parametrize("path", COMPUTE, ids=lambda path: path.stem)
-def test_a_compute_config_is_sound_and_says_what_it_has(path):
+def test_compute_config_is_valid_and_states_its_hardware(path):
     faults = Faults()
     check_compute_config(path, faults)
     assert faults.found == []
@@ -73,7 +73,7 @@ def test_a_compute_config_is_sound_and_says_what_it_has(path):
     assert decode["min_nodes"] == 0, "CPU-only workers cost nothing while no run needs them"
 
 
-def test_the_table_of_machines_has_every_preset_of_a_gpu():
+def test_machine_table_lists_every_gpu_preset():
     rows = [re.split(r"`? \| `?", row) for row in re.findall(r"^\| `([a-z0-9_]+` \|.*) \|$", README, re.MULTILINE)]
     assert {preset for preset, *_ in rows} == PRESET_GPU.keys() - {"l4"} == set(OF_PRESET) - {"l4"}
     for preset, gpus, *machines, alone, with_workers in rows:
@@ -84,7 +84,7 @@ def test_the_table_of_machines_has_every_preset_of_a_gpu():
             assert stated == ", ".join(str((vcpus(machine) + decoding) // int(count)) for machine in machines)
 
 
-def test_the_anyscale_job():
+def test_anyscale_job_is_consistent():
     job = yaml.safe_load((CONFIGS / "job.yaml").read_text())
     fields = {"name", "image_uri", "requirements", "compute_config", "working_dir", "excludes", "entrypoint"}
     assert set(job) == fields | {"max_retries"}
@@ -103,7 +103,7 @@ def test_the_anyscale_job():
     assert {".venv", "outputs", ".cache"} <= ignored & set(job["excludes"])
 
 
-def test_the_rayjob():
+def test_rayjob_is_consistent():
     job = yaml.safe_load((CONFIGS / "rayjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     cluster = job["spec"]["rayClusterSpec"]
@@ -137,7 +137,7 @@ def test_the_rayjob():
     )
 
 
-def test_the_driver_that_nodes_need_is_that_of_the_locks_cuda():
+def test_documented_driver_matches_cuda_of_the_lock():
     """The images' own CUDA is not used: torch's wheels bring theirs. The driver is the node's."""
     (major,) = re.findall(
         r"^nvidia-cuda-runtime==(\d+)\.", (ROOT / "requirements.lock").read_text(), flags=re.MULTILINE
@@ -148,7 +148,7 @@ def test_the_driver_that_nodes_need_is_that_of_the_locks_cuda():
     assert said in (ROOT / "build.yaml").read_text()
 
 
-def test_the_container_holds_every_module():
+def test_container_copies_every_imported_module():
     copied = re.findall(r"^COPY --chown=ray (\S+) ", (CONFIGS / "Containerfile").read_text(), flags=re.MULTILINE)
     assert copied == ["requirements.lock", "*.py", "diagnostics", "vla_finetuning"]
     code = [*ROOT.glob("*.py"), *ROOT.glob("vla_finetuning/**/*.py")]

@@ -40,12 +40,12 @@ def pages(*without):
     return pytest.mark.parametrize("name", [name for name in PAGES if name not in without])
 
 
-def test_readme_is_short_up_to_the_end_of_on_a_cluster():
+def test_readme_is_short_up_to_on_a_cluster():
     start = README.index("\n## On a cluster")
     assert len(README[: README.index("\n## ", start + 1)].split()) <= README_LIMIT_WORDS
 
 
-def test_the_demos_result_is_what_it_printed():
+def test_readme_shows_the_recorded_demo_result():
     (block,) = re.findall(r"```\n(Success in the loop.*?\n)```", README, flags=re.DOTALL)
     (linked,) = re.findall(r"\((benchmarks/results/demo-[\w-]+\.txt)\)", README)
     assert block in (ROOT / linked).read_text() and len(block.splitlines()) == 5
@@ -127,7 +127,7 @@ def test_tests_exist(name):
         assert any(test in tests for tests in defined.values()), test
 
 
-def test_every_program_and_package_is_described():
+def test_contributing_describes_every_program_and_package():
     described = set(re.findall(r"^\| .*", PAGES["CONTRIBUTING.md"], flags=re.MULTILINE))
     described = set(re.findall(r"`([\w/.]+)`", "\n".join(described)))
     packages = {f"{path.parent.relative_to(ROOT)}/" for path in ROOT.glob("vla_finetuning/*/__init__.py")}

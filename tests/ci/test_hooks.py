@@ -25,13 +25,13 @@ def tracked():
     return [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
-def test_nothing_is_fetched():
+def test_hooks_are_local():
     assert REPO["repo"] == "local"
     assert {hook["language"] for hook in REPO["hooks"]} == {"system"}
 
 
 @pytest.mark.parametrize("hook", REPO["hooks"], ids=lambda hook: hook["id"])
-def test_a_hook_passes_on_this_tree(hook):
+def test_hook_passes_on_this_tree(hook):
     kinds = [*hook.get("types", []), *hook.get("types_or", [])]
     suffixes = set().union(*(SUFFIXES[kind] for kind in kinds))
     files = [name for name in tracked() if re.search(hook.get("files", ""), name)]
@@ -56,7 +56,7 @@ def notebook(path):
     return book
 
 
-def test_what_a_run_leaves_in_a_notebook_is_taken_out(tmp_path, capsys):
+def test_strip_notebooks_removes_outputs_and_run_metadata(tmp_path, capsys):
     path = tmp_path / "a.ipynb"
     clean = notebook(path)
     ran = notebook(path)
@@ -74,13 +74,13 @@ def test_what_a_run_leaves_in_a_notebook_is_taken_out(tmp_path, capsys):
     assert strip_notebooks([str(path)]) == 0 and path.read_bytes() == before, "a clean one is left alone"
 
 
-def test_what_is_no_notebook_is_refused(tmp_path, capsys):
+def test_strip_notebooks_refuses_invalid_notebook(tmp_path, capsys):
     (tmp_path / "a.ipynb").write_text("{")
     assert strip_notebooks([str(tmp_path / "a.ipynb")]) == 1
     assert "no notebook that can be read" in capsys.readouterr().err
 
 
-def test_a_large_file_is_refused(tmp_path, capsys):
+def test_check_sizes_refuses_large_files(tmp_path, capsys):
     (tmp_path / "small").write_bytes(bytes(LIMIT_BYTES))
     (tmp_path / "large").write_bytes(bytes(LIMIT_BYTES + 1))
     assert check_sizes([str(tmp_path / "small"), str(tmp_path / "gone")]) == 0
@@ -96,7 +96,7 @@ def test_a_large_file_is_refused(tmp_path, capsys):
         ("tqdm==", "#tqdm==", "tqdm has left requirements.txt"),
     ],
 )
-def test_a_lock_out_of_step_is_noticed(tmp_path, old, new, message):
+def test_outdated_lock_is_reported(tmp_path, old, new, message):
     for name in ("requirements.txt", "requirements.lock"):
         shutil.copy(ROOT / name, tmp_path)
     assert differences(tmp_path) == []

@@ -64,18 +64,18 @@ def project(tmp_path):
     return tmp_path
 
 
-def test_every_figure_is_what_is_counted_by_hand(project):
+def test_house_figures_equal_hand_counts(project):
     assert house.measure(project) == pytest.approx(FIGURES) and FIGURES.keys() == house.TARGETS.keys()
 
 
-def test_packages_in_a_circle_are_counted_and_no_floors(project):
+def test_house_counts_packages_in_import_cycles(project):
     (project / "vla_finetuning/data/rows.py").write_text("import vla_finetuning.run.job\n")
     figures = house.measure(project)
     assert figures["packages in a circle"] == 2  # run and data
     assert figures["floors of imports"] == 3
 
 
-def test_only_a_target_that_was_reached_can_be_lost(project, monkeypatch, capsys):
+def test_house_fails_only_on_lost_targets(project, monkeypatch, capsys):
     targets = dict.fromkeys(house.TARGETS, (1_000, True))
     monkeypatch.setattr(house, "TARGETS", targets)
     assert house.main(project) == 0

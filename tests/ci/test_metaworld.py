@@ -16,7 +16,7 @@ def pins(name):
     return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / name).read_text(), flags=re.MULTILINE))
 
 
-def test_its_lock_holds_its_requirements_and_the_other_locks_versions():
+def test_metaworld_lock_agrees_with_requirements_lock():
     """Pins of another version would be put over those of requirements.lock."""
     held = pins("requirements-metaworld.lock")
     assert pins("requirements-metaworld.txt").items() <= held.items()
@@ -26,7 +26,7 @@ def test_its_lock_holds_its_requirements_and_the_other_locks_versions():
 
 
 @pytest.mark.parametrize(("user", "status"), [("0", 0), ("1000", 1)])
-def test_what_is_missing_is_installed_by_root_and_named_to_others(tmp_path, user, status):
+def test_metaworld_libraries_are_installed_by_root_only(tmp_path, user, status):
     log, drawn = tmp_path / "log", tmp_path / "libEGL"
     programs = {
         "id": f"echo {user}",

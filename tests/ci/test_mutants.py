@@ -17,7 +17,7 @@ def limited(x: "int | None", most=3, text="1 < 2") -> int:
 '''
 
 
-def test_only_what_a_program_does_is_changed():
+def test_mutants_change_behaviour_only():
     found = mutants.mutants(SOURCE)
     assert {(mutant.line, mutant.before, mutant.after) for mutant in found} == {
         (3, "3", "4"),
@@ -35,12 +35,12 @@ def test_only_what_a_program_does_is_changed():
 
 
 @pytest.mark.parametrize("file", mutants.TESTS)
-def test_mutants_without_effect_are_mutants_of_the_source(file):
+def test_every_mutated_file_has_useful_mutants(file):
     assert mutants.useful_mutants(file, (mutants.ROOT / file).read_text())
 
 
 @pytest.mark.gate
-def test_a_mutant_is_imported_from_memory(tmp_path):
+def test_mutant_is_imported_from_memory(tmp_path):
     (tmp_path / "small.py").write_text("LIMIT = 3\n")
     (tmp_path / "test_small.py").write_text("def test_limit():\n    import small\n    assert small.LIMIT == 3\n")
     program = (

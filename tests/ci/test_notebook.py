@@ -34,12 +34,12 @@ def code_cells(book):
     return [cell for cell in book.cells if cell.cell_type == "code"]
 
 
-def test_it_can_be_run_with_parameters_and_judged(book):
+def test_notebook_has_parameters_and_figures(book):
     nbformat.validate(book)
     assert problems_before(book) == []
 
 
-def test_it_defines_nothing(book):
+def test_notebook_defines_no_functions(book):
     defining = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
     for cell in code_cells(book):
         found = [node for node in ast.walk(parsed(cell)) if isinstance(node, defining)]
@@ -47,7 +47,7 @@ def test_it_defines_nothing(book):
         assert len(cell.source.splitlines()) <= MAX_CELL_LINES, f"cell {cell.id} is long"
 
 
-def test_the_parameters_are_plain_values_and_the_rest_follows_from_them(book):
+def test_notebook_parameters_reach_the_program(book):
     (cell,) = (cell for cell in book.cells if "parameters" in cell.metadata.get("tags", []))
     values = {node.targets[0].id: ast.literal_eval(node.value) for node in parsed(cell).body}
     assert values.keys() >= PARAMETERS and values["preset"] == "demo"
@@ -75,7 +75,7 @@ def test_the_parameters_are_plain_values_and_the_rest_follows_from_them(book):
 
 
 @pytest.mark.filterwarnings("ignore:.*to a meta parameter")
-def test_a_policy_is_loaded_where_lerobot_puts_it(book, tmp_path, monkeypatch):
+def test_notebook_loads_policy_on_lerobots_device(book, tmp_path, monkeypatch):
     """`meta` stands in for an accelerator: what is exported names no device, and LeRobot takes the best one."""
     folder = tmp_path / "pretrained_model"
     save_pretrained(make_policy(2), *make_processors(None, make_config(2), STATS), folder)
@@ -89,7 +89,7 @@ def test_a_policy_is_loaded_where_lerobot_puts_it(book, tmp_path, monkeypatch):
     assert {tensor.device.type for tensor in [*tensors, *names["trained"].parameters()]} == {"meta"}
 
 
-def test_every_figure_is_one_that_would_be_missed(book):
+def test_notebook_figures_are_tagged(book):
     for cell in code_cells(book):
         draws = "display(" in cell.source
         assert draws == ("figure" in cell.metadata.get("tags", [])), f"cell {cell.id}"

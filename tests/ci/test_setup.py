@@ -19,20 +19,20 @@ ROOT = Path(__file__).resolve().parents[2]
 SETUP_FILES = ("Makefile", "requirements.lock", ".python-version", "ci/setup.sh")
 
 
-def test_everything_in_the_lock_has_a_hash():
+def test_lock_has_a_hash_for_every_package():
     packages = locked()
     assert len(packages) > len(direct_pins())
     assert [name for name, (_, hashes, _) in packages.items() if not hashes] == []
 
 
-def test_the_lock_names_no_host_and_no_index():
+def test_lock_names_no_host_and_no_index():
     lock = (ROOT / "requirements.lock").read_text()
     assert "://" not in lock
     for line in lock.splitlines():
         assert re.match(r"[\w.-]+==\S+( ; .+)? \\$|    --hash=sha256:\w+( \\)?$| *#", line), line
 
 
-def test_every_requirement_says_why():
+def test_every_requirement_has_a_reason():
     for line in requirement_lines(ROOT / "requirements.txt"):
         reason = line.partition("#")[2]
         assert len(reason.split()) >= 3, f"no reason given: {line}"
@@ -49,7 +49,7 @@ def imported_names():
     return {name: file for name, file in names.items() if name not in sys.stdlib_module_names | own}
 
 
-def test_what_is_imported_is_a_direct_dependency():
+def test_imported_packages_are_direct_dependencies():
     installed = importlib.metadata.packages_distributions()
     optional = [line for path in ROOT.glob("requirements-*.txt") for line in requirement_lines(path)]
     pins = direct_pins().keys() | {canonicalize_name(Requirement(line.partition("#")[0]).name) for line in optional}
@@ -103,7 +103,7 @@ def complete_venv(checkout):
         os.utime(checkout / path, (past, past))
 
 
-def test_a_whole_set_up_is_not_repeated_until_something_changes(checkout):
+def test_setup_is_repeated_only_after_changes(checkout):
     complete_venv(checkout)
     assert "Nothing to be done for 'setup'" in make(checkout, "-n", "setup").stdout
     for changed in ("requirements.lock", ".python-version", "ci/setup.sh"):
@@ -111,13 +111,13 @@ def test_a_whole_set_up_is_not_repeated_until_something_changes(checkout):
 
 
 @pytest.mark.parametrize("missing", [".venv/.complete", ".venv/bin/python"])
-def test_a_half_made_venv_is_not_taken_for_a_whole_one(checkout, missing):
+def test_incomplete_venv_is_set_up_again(checkout, missing):
     complete_venv(checkout)
     (checkout / missing).unlink()
     assert "ci/setup.sh" in make(checkout, "-n", "test").stdout
 
 
-def test_without_a_python_the_message_says_what_is_missing_and_how_to_get_it(checkout):
+def test_missing_python_is_reported_with_its_remedy(checkout):
     done = make(checkout, "setup")
     assert done.returncode != 0
     assert "Python 3.12 is missing" in done.stderr
@@ -125,7 +125,7 @@ def test_without_a_python_the_message_says_what_is_missing_and_how_to_get_it(che
     assert not (checkout / ".venv").exists()
 
 
-def test_a_failed_installation_says_so_and_leaves_no_stamp(checkout):
+def test_failed_installation_is_reported_and_leaves_no_stamp(checkout):
     stub_python(checkout)
     stamp = checkout / ".venv" / ".complete"
     stamp.parent.mkdir()
@@ -138,7 +138,7 @@ def test_a_failed_installation_says_so_and_leaves_no_stamp(checkout):
     assert "ci/setup.sh" in make(checkout, "-n", "demo").stdout
 
 
-def test_demo_clean_removes_the_demo_and_nothing_else(checkout):
+def test_make_demo_clean_removes_the_demo_only(checkout):
     folders = ["outputs/demo", "outputs/mine", ".cache/demo", ".cache/mine"]
     for folder in folders:
         (checkout / folder).mkdir(parents=True)
@@ -146,7 +146,7 @@ def test_demo_clean_removes_the_demo_and_nothing_else(checkout):
     assert [folder for folder in folders if (checkout / folder).exists()] == ["outputs/mine", ".cache/mine"]
 
 
-def test_help_lists_every_target(checkout):
+def test_make_help_lists_every_target(checkout):
     targets = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
     listed = re.findall(r"^  make ([\w-]+) ", make(checkout).stdout, flags=re.MULTILINE)
     assert sorted(listed) == sorted(targets)

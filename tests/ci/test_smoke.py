@@ -56,13 +56,13 @@ def printed(path):
 
 
 @pytest.mark.gate
-def test_a_cell_that_fails_fails_the_run_and_the_notebook_is_kept(tmp_path):
+def test_smoke_fails_on_cell_error_and_saves_the_notebook(tmp_path):
     done, executed = smoke(notebook(code("1 / 0"), code("print('after')")), tmp_path)
     assert done.returncode != 0 and "ZeroDivisionError" in done.stderr
     assert printed(executed) == "preset demo capped at 3\n" and (tmp_path / "out" / "run").is_dir()
 
 
-def test_what_cannot_be_judged_is_not_run(tmp_path):
+def test_smoke_does_not_run_notebook_without_parameters(tmp_path):
     book = notebook()
     book.cells[0].source = "preset = 'demo'"
     done, executed = smoke(book, tmp_path)
@@ -70,7 +70,7 @@ def test_what_cannot_be_judged_is_not_run(tmp_path):
     assert "does not set dataset, output_dir, policy, steps, workers" in done.stderr
 
 
-def test_a_notebook_needs_parameters_and_figures():
+def test_check_notebook_requires_parameters_and_figures():
     for cells, problem in (
         ([code("", "figure")], "0 cells are tagged `parameters`"),
         ([code(PARAMETERS, "parameters")] * 2 + [code("", "figure")], "2 cells are tagged `parameters`"),
@@ -88,7 +88,7 @@ def test_a_notebook_needs_parameters_and_figures():
         ({"outputs": [v4.new_output("display_data", data={"text/plain": "<Figure>"})]}, "cell 3, `figure`, shows none"),
     ],
 )
-def test_a_figure_that_is_missing_is_noticed(change, problem):
+def test_check_notebook_reports_missing_figures(change, problem):
     book = notebook(v4.new_markdown_cell("text"), code(""))
     for count, cell in enumerate(book.cells[:3], 1):
         cell.execution_count = count
@@ -98,13 +98,13 @@ def test_a_figure_that_is_missing_is_noticed(change, problem):
     assert problems_after(book) == [problem]
 
 
-def test_an_error_output_is_noticed():
+def test_check_notebook_reports_error_outputs():
     book = notebook()
     book.cells[1].outputs = [v4.new_output("error", ename="ValueError", evalue="no", traceback=[])]
     assert "cell 2: ValueError: no" in problems_after(book)
 
 
-def test_a_damaged_notebook_is_told(tmp_path, capsys):
+def test_damaged_notebook_is_reported(tmp_path, capsys):
     (tmp_path / "a.ipynb").write_text("{")
     assert check_notebook([str(tmp_path / "a.ipynb")]) == 1
     assert "cannot be read" in capsys.readouterr().err

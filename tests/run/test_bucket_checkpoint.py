@@ -113,7 +113,7 @@ def loaded(folder):
     return progress
 
 
-def test_a_checkpoint_is_read_on_another_machine(run, faults, tmp_path, monkeypatch):
+def test_bucket_checkpoint_loads_on_another_machine(run, faults, tmp_path, monkeypatch):
     training = Training(run, start_attempt(run, 0, 1))
     rows(run, 4)
     faults.requests.clear()
@@ -132,7 +132,7 @@ def test_a_checkpoint_is_read_on_another_machine(run, faults, tmp_path, monkeypa
     assert not list((tmp_path / "other").rglob("*.safetensors")), "what was fetched is removed"
 
 
-def test_a_node_with_too_small_a_disk_is_named_before_the_first_step(run, tmp_path, monkeypatch):
+def test_too_small_node_disk_is_reported_before_the_first_step(run, tmp_path, monkeypatch):
     left = unsent_folder(run / "checkpoints" / "step_00000008")
     left.mkdir()  # of an earlier attempt
     free = SPARE_BYTES + 2 * 12 * 4
@@ -150,7 +150,7 @@ def test_a_node_with_too_small_a_disk_is_named_before_the_first_step(run, tmp_pa
         Training(run, 0)
 
 
-def test_ranks_wait_for_one_that_sends_as_long_as_a_slow_upload_takes(run, monkeypatch):
+def test_collective_timeout_covers_a_slow_upload(run, monkeypatch):
     groups = []
     gloo = SimpleNamespace(new_group=lambda backend, timeout: groups.append(timeout.total_seconds()))
     monkeypatch.setattr("vla_finetuning.training.checkpoint_writer.dist", gloo)
@@ -159,7 +159,7 @@ def test_ranks_wait_for_one_that_sends_as_long_as_a_slow_upload_takes(run, monke
     assert groups == [60 + 600 + 2 * 12 * 4 / 4]
 
 
-def test_without_its_manifest_a_checkpoint_is_none(run, faults):
+def test_checkpoint_without_manifest_is_ignored_and_removed(run, faults):
     training = Training(run, start_attempt(run, 0, 1))
     assert training.save(4) is None
     faults.choose = lambda request: "403" if "step_00000008/state.json" in request.url else None
@@ -174,7 +174,7 @@ def test_without_its_manifest_a_checkpoint_is_none(run, faults):
     assert again.save(8) is None and loaded(latest_checkpoint(run / "checkpoints")).step == 8
 
 
-def test_an_attempt_that_is_over_cannot_commit(run, monkeypatch):
+def test_superseded_attempt_cannot_commit_to_the_bucket(run, monkeypatch):
     stale = Training(run, start_attempt(run, 0, 1))
     assert stale.save(4) is None
     copy = other_process(address(run))
@@ -210,7 +210,7 @@ def test_an_attempt_that_is_over_cannot_commit(run, monkeypatch):
     assert loaded(copy / "checkpoints" / "step_00000008").step == 8
 
 
-def test_an_attempt_that_is_over_writes_nothing_on_a_disk(tmp_path):
+def test_superseded_attempt_writes_nothing_on_a_disk(tmp_path):
     """Neither beside a later attempt of the run, nor in a run that was begun anew in its folder."""
     (tmp_path / "checkpoints").mkdir()
     first, second = (Training(tmp_path, start_attempt(tmp_path, 0, 1)) for _ in range(2))
@@ -227,7 +227,7 @@ def test_an_attempt_that_is_over_writes_nothing_on_a_disk(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["slow", "expired"])
-def test_a_store_that_fails_for_a_while(run, faults, caplog, fault):
+def test_temporary_store_failure_skips_one_checkpoint(run, faults, caplog, fault):
     """The checkpoint is given up with a warning and training goes on; the next one is there."""
     training = Training(run, start_attempt(run, 0, 1))
     assert training.save(4) is None
@@ -243,7 +243,7 @@ def test_a_store_that_fails_for_a_while(run, faults, caplog, fault):
     assert "canary-secret" not in caplog.text
 
 
-def test_a_slow_store_delays_no_step(run, faults):
+def test_slow_store_does_not_block_training(run, faults):
     training = Training(run, start_attempt(run, 0, 1))
     answers = threading.Event()
     faults.choose = lambda request: "reset" if not answers.wait(60) else None
@@ -280,7 +280,7 @@ def here(wanted):
     return {node: function() for node, function in wanted.items()}
 
 
-def test_a_store_that_is_away_for_good(run, faults, tmp_path, monkeypatch):
+def test_run_resumes_from_local_state_after_store_outage(run, faults, tmp_path, monkeypatch):
     """The run stops, and goes on from what it leaves on the node, lines included."""
     training, error, step = stopped_by_the_store(run, faults)
     run = training.job.output_dir
@@ -305,7 +305,7 @@ def test_a_store_that_is_away_for_good(run, faults, tmp_path, monkeypatch):
     assert set_aside_damaged(run / "checkpoints").name == f"step_{step:08d}"
 
 
-def test_what_a_node_has_kept_is_no_use_without_the_others(run, faults, tmp_path):
+def test_unusable_local_state_is_refused(run, faults, tmp_path):
     training, _, step = stopped_by_the_store(run, faults)
     run = training.job.output_dir
     (file,) = tmp_path.rglob(f"{OPTIMIZER}.safetensors")
@@ -325,7 +325,7 @@ def test_what_a_node_has_kept_is_no_use_without_the_others(run, faults, tmp_path
         recover_local_checkpoints(training.job, ["a"], here)
 
 
-def test_a_kill_while_a_node_moves_what_it_keeps(run, faults, monkeypatch):
+def test_failed_move_of_local_state_preserves_the_previous_one(run, faults, monkeypatch):
     """What was kept before stays, and no `state.json` names files that are not kept."""
     training = Training(run, start_attempt(run, 0, 1))
     faults.choose, training.job.timeouts = lambda request: "503", Timeouts(store=10)
@@ -341,7 +341,7 @@ def test_a_kill_while_a_node_moves_what_it_keeps(run, faults, monkeypatch):
     assert recover_local_checkpoints(training.job, ["a"], here) == 4
 
 
-def test_what_a_node_has_kept_is_void_when_the_run_went_on_without(run, faults, tmp_path):
+def test_local_state_is_discarded_if_the_run_continued_without_it(run, faults, tmp_path):
     training, _, _ = stopped_by_the_store(run, faults)
     run = training.job.output_dir
     start_attempt(run, 4, 1)
@@ -349,7 +349,7 @@ def test_what_a_node_has_kept_is_void_when_the_run_went_on_without(run, faults, 
     assert latest_checkpoint(run / "checkpoints").name == "step_00000004" and not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_node_without_rank_0_keeps_its_files_until_a_newer_state_is_safe(run, faults, tmp_path, monkeypatch):
+def test_node_without_rank_0_stores_files_until_a_newer_state_is_safe(run, faults, tmp_path, monkeypatch):
     """Rank 1 alone on its node, where no `state.json` is; what rank 0 says of each checkpoint is planted."""
     outcome, barrier = [], []
     gloo = SimpleNamespace(
@@ -386,7 +386,7 @@ def test_a_node_without_rank_0_keeps_its_files_until_a_newer_state_is_safe(run, 
     assert not list(tmp_path.rglob("*.safetensors")), "an attempt that began without it"
 
 
-def test_the_last_checkpoint_has_all_the_time_there_is(run, faults, caplog):
+def test_last_checkpoint_may_use_the_whole_store_timeout(run, faults, caplog):
     """VLA_STORE_TIMEOUT_S, not a tenth of it."""
     training = Training(run, start_attempt(run, 0, 1), steps=4, timeout_s=10)
     back_at = time.monotonic() + 1.3
@@ -395,7 +395,7 @@ def test_the_last_checkpoint_has_all_the_time_there_is(run, faults, caplog):
     assert time.monotonic() > back_at
 
 
-def test_files_that_are_not_what_was_written(run, caplog):
+def test_changed_checkpoint_files_in_the_bucket_are_detected(run, caplog):
     training, bucket = Training(run, start_attempt(run, 0, 1)), Bucket(address(run))
     for step in (4, 8):
         assert training.save(step) is None
@@ -420,7 +420,7 @@ def test_files_that_are_not_what_was_written(run, caplog):
         checkpoint_to_resume(run)
 
 
-def test_the_good_ones_are_kept_beside_one_that_lost_a_file(run):
+def test_prune_ignores_incomplete_bucket_checkpoint(run):
     """At a start it is not renamed, as on a disk."""
     training = Training(run, start_attempt(run, 0, 1))
     for step in (4, 8):
@@ -433,7 +433,7 @@ def test_the_good_ones_are_kept_beside_one_that_lost_a_file(run):
     assert not any(name.startswith("step_00000004") for name in steps_in(run)), "deleted whole"
 
 
-def test_a_checkpoint_is_there_whatever_is_wrong_with_older_ones(run, caplog):
+def test_checkpoint_is_committed_if_pruning_fails(run, caplog):
     training = Training(run, start_attempt(run, 0, 1))
     training.writer._prune = lambda: int("planted")
     assert training.save(4) is None
@@ -441,7 +441,7 @@ def test_a_checkpoint_is_there_whatever_is_wrong_with_older_ones(run, caplog):
     assert loaded(latest_checkpoint(run / "checkpoints")).step == 4
 
 
-def test_checkpoints_are_copied_between_a_disk_and_a_bucket(run, tmp_path):
+def test_checkpoints_can_be_copied_between_disk_and_bucket(run, tmp_path):
     from tests.run.test_checkpoint import made
 
     folder, bucket = made(tmp_path / "checkpoints", step=7), Bucket(address(run / "checkpoints"))

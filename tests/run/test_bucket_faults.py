@@ -82,7 +82,7 @@ def assert_nearly_same_weights(output_dir, other):
     assert all(torch.allclose(value, expected[name], atol=1e-4) for name, value in weights(output_dir).items())
 
 
-def test_a_worker_is_killed_during_a_checkpoint(undisturbed, cluster, setting, faults, capfd):
+def test_fsdp2_run_in_bucket_survives_kill_during_checkpoint(undisturbed, cluster, setting, faults, capfd):
     """Both ranks write parts; those of the killed attempt never become a checkpoint."""
     url = "s3://runs/killed"
 
@@ -123,7 +123,7 @@ def started(argv, node, *of_run):
     return broken.started(argv, *of_run, address="local", **own)
 
 
-def test_a_driver_is_killed_and_the_run_goes_on_elsewhere(setting, faults, undisturbed, short_folder):
+def test_bucket_run_resumes_on_another_machine_after_driver_kill(setting, faults, undisturbed, short_folder):
     """Meanwhile a second driver is refused; later the store is away for half a minute, and credentials expire."""
     url, disks = "s3://runs/moved", Path(short_folder)
     folder = as_path(url)
@@ -158,7 +158,7 @@ def test_a_driver_is_killed_and_the_run_goes_on_elsewhere(setting, faults, undis
     assert_same_weights(copy_of(url), undisturbed)
 
 
-def test_nodes_keep_what_a_store_that_is_away_for_good_does_not_take(
+def test_two_nodes_resume_from_local_parts_after_store_outage(
     undisturbed, setting, faults, short_folder, monkeypatch, capfd
 ):
     """Two nodes with disks of their own write parts of a checkpoint; the run goes on from what they have kept."""
@@ -203,7 +203,7 @@ def test_nodes_keep_what_a_store_that_is_away_for_good_does_not_take(
         assert_nearly_same_weights(copy_of(url), undisturbed)
 
 
-def test_values_and_what_is_learned_from_their_labels(setting, cluster):
+def test_value_function_and_recap_run_in_a_bucket(setting, cluster):
     folder, root, _ = setting
     (folder / "outcomes.json").write_text(json.dumps(dict(enumerate([1, 0, 1, 0, 1, 0]))))
     there = "s3://runs/value"

@@ -83,7 +83,7 @@ def empty() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("writers", [1, 2, 5])
-def test_what_is_saved_comes_back_bit_for_bit(tmp_path, writers):
+def test_checkpoint_roundtrip_is_bitwise_equal(tmp_path, writers):
     weight = torch.randn(3, 4)
     path = tmp_path / "step_00000007"
     saved(path, {TRAINABLE: {"a.weight": weight}, OPTIMIZER: {"exp_avg.a.weight": weight * 2}}, PROGRESS, writers)
@@ -101,7 +101,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path, writers):
     assert torch.equal(only["a.weight"], weight)
 
 
-def test_other_names_and_shapes_are_refused(tmp_path):
+def test_checkpoint_with_other_names_or_shapes_is_refused(tmp_path):
     path = made(tmp_path)
     with pytest.raises(ValueError, match=r"another trainable state, e.g. \['b.weight'\]"):
         load_checkpoint(path, {**empty()[0], "b.weight": torch.zeros(1)})
@@ -113,7 +113,7 @@ def test_other_names_and_shapes_are_refused(tmp_path):
         load_checkpoint(path, empty()[0], average={"average.a.weight": torch.zeros(3, 4)})
 
 
-def test_a_disk_that_fails_is_not_a_damaged_checkpoint(tmp_path, monkeypatch):
+def test_read_error_is_not_reported_as_damaged_checkpoint(tmp_path, monkeypatch):
     """Another attempt may read it, so it must not end the run as a bad file does."""
 
     def fail(*_):
@@ -132,7 +132,7 @@ def test_a_disk_that_fails_is_not_a_damaged_checkpoint(tmp_path, monkeypatch):
         load_checkpoint(path, {"a.weight": torch.zeros(3, 4)})
 
 
-def test_a_policy_is_read_without_the_critic_beside_it(tmp_path):
+def test_policy_loads_without_the_critic(tmp_path):
     path = tmp_path / "step_00000007"
     tensors = {"a": torch.ones(2), f"{CRITIC}b": torch.ones(2), f"{CRITIC}c": torch.ones(2)}
     saved(path, {TRAINABLE: tensors, OPTIMIZER: {"step.a": torch.ones(1), f"{CRITIC}step": torch.ones(1)}}, PROGRESS)
@@ -147,7 +147,7 @@ def test_a_policy_is_read_without_the_critic_beside_it(tmp_path):
             load_checkpoint(path, trainable, optimizer)
 
 
-def test_what_a_dead_attempt_wrote_does_not_come_along(tmp_path, monkeypatch):
+def test_leftovers_of_dead_attempts_are_removed(tmp_path, monkeypatch):
     """Neither beside a later attempt's files, nor where no attempt wrote all."""
     path, other = tmp_path / "step_00000007", tmp_path / "step_00000009"
     write_pieces(path, {TRAINABLE: {"a": Piece(torch.ones(1), (1,))}}, 1, 2)
@@ -180,7 +180,7 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("name", [f"attempt-00000/{TRAINABLE}.safetensors", checkpoint.STATE])
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
-def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is_taken(tmp_path, name, damage, caplog):
+def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path, name, damage, caplog):
     before, newest = made(tmp_path, 5), made(tmp_path, 7)
     assert set_aside_damaged(tmp_path) == latest_checkpoint(tmp_path) == newest
     damage(newest / name)
@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is_taken(tmp_path, 
     assert (tmp_path / f"damaged_{newest.name}").exists() == (damage == flip and name != checkpoint.STATE)
 
 
-def test_a_crash_while_writing_leaves_nothing_that_counts(tmp_path, monkeypatch):
+def test_crash_during_commit_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     before = made(tmp_path, 5)
 
     def dies(*_):
@@ -207,7 +207,7 @@ def test_a_crash_while_writing_leaves_nothing_that_counts(tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == [before]
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path, caplog, monkeypatch):
+def test_prune_retains_newest_and_best_checkpoints(tmp_path, caplog, monkeypatch):
     for step, loss in enumerate((0.9, 0.2, None, 0.5, float("nan"), 0.7), start=1):
         made(tmp_path, step, loss)
     prune(tmp_path, keep=2, keep_best=2)
@@ -223,7 +223,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", [truncate, Path.unlink])
-def test_one_that_cannot_be_read_is_none_of_those_that_are_kept(tmp_path, damage):
+def test_prune_does_not_count_incomplete_checkpoints(tmp_path, damage):
     """It may be the newest by its name, and is left for a person to look at."""
     for step in (3, 4, 5, 8):
         made(tmp_path, step)
@@ -233,7 +233,7 @@ def test_one_that_cannot_be_read_is_none_of_those_that_are_kept(tmp_path, damage
     assert latest_checkpoint(tmp_path).name == "step_00000005"
 
 
-def test_a_copy_by_another_name_is_no_checkpoint(tmp_path):
+def test_renamed_checkpoint_copies_are_ignored(tmp_path):
     """As `cp -r step_00000005 step_00000005_good`: it stays, nothing is resumed from it, and nothing else changes."""
     for step in (5, 6, 7):
         made(tmp_path, step)
@@ -245,7 +245,7 @@ def test_a_copy_by_another_name_is_no_checkpoint(tmp_path):
     assert checkpoints(tmp_path / "absent") == {}
 
 
-def test_the_held_out_loss_decides_which_are_the_best(tmp_path):
+def test_best_checkpoint_is_ranked_by_held_out_loss(tmp_path):
     """Before any training loss, and whatever that says; of equals the newest."""
     for step, (loss, eval_loss) in enumerate([(0.9, 0.3), (0.1, 0.5), (0.0, None), (0.8, 0.3), (0.05, 0.4)], start=1):
         made(tmp_path, step, loss, eval_loss)
@@ -255,7 +255,7 @@ def test_the_held_out_loss_decides_which_are_the_best(tmp_path):
     assert best_checkpoint(tmp_path / "absent") is None
 
 
-def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, monkeypatch):
+def test_prune_retains_most_successful_and_unevaluated_checkpoints(tmp_path, caplog, monkeypatch):
     def left(**options):
         prune(tmp_path, keep=1, keep_best=1, **options)
         return sorted(int(path.name[5:]) for path in tmp_path.iterdir())
@@ -275,7 +275,7 @@ def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, mo
     assert "step_00000005 is deleted before its evaluation is complete: the disk is" in caplog.text
 
 
-def test_what_ended_in_errors_does_not_decide_which_checkpoints_are_deleted(tmp_path):
+def test_episodes_with_errors_do_not_rank_checkpoints(tmp_path):
     """Of each (successes, errors) of 50 episodes: only what is worse, whatever its errors would have been, goes.
 
     Among equals success at the end decides.
@@ -302,7 +302,7 @@ def stand_in_for_streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
 
 
-def test_checkpoints_share_host_memory_that_is_pinned_once(monkeypatch):
+def test_staging_memory_is_reused_and_pinned_once(monkeypatch):
     """On a CPU, with the driver stood in for: what is pinned, when, and given back."""
     pinned, unpinned, devices = [], [], {}
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.update({threading.get_ident(): device}))
@@ -349,7 +349,7 @@ def test_checkpoints_share_host_memory_that_is_pinned_once(monkeypatch):
     assert sorted(unpinned) == sorted(at for at, _, _ in pinned)
 
 
-def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog):
+def test_staging_works_if_pinning_fails(monkeypatch, caplog):
     def refuse(at, size):
         raise RuntimeError("locked memory is limited")
 
@@ -365,14 +365,14 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog):
     staging.close()
 
 
-def test_a_file_that_was_put_beside_is_not_read(tmp_path):
+def test_foreign_file_in_checkpoint_is_refused(tmp_path):
     stored = (path := made(tmp_path)) / "attempt-00000"
     shutil.copyfile(stored / "trainable.safetensors", stored / "trainable-00001-of-00002.safetensors")
     with pytest.raises(ValueError, match=r"trainable-00001-of-00002.safetensors'\] are not of this checkpoint"):
         load_checkpoint(path, *empty())
 
 
-def test_whoever_may_read_a_folder_may_read_the_checkpoints_in_it(tmp_path, assert_usual_permissions):
+def test_checkpoints_have_usual_permissions(tmp_path, assert_usual_permissions):
     assert_usual_permissions(made(tmp_path / "checkpoints").parent)
 
 
@@ -405,7 +405,7 @@ ENTRY = {"bytes": 3, "sha256": "0" * 64}
         ({"progress": {**PROGRESS.__dict__, "base": None}}, "base is None"),
     ],
 )
-def test_a_state_that_is_none_is_a_damaged_checkpoint(tmp_path, changes, message, caplog):
+def test_invalid_state_json_is_a_damaged_checkpoint(tmp_path, changes, message, caplog):
     """Named, and the one before is taken: also where its checksum fits, which anybody can compute."""
     before, newest = made(tmp_path, 5), made(tmp_path, 7)
     rewrite(newest, **changes)
@@ -421,7 +421,7 @@ files_of_any_form = json_values | st.dictionaries(
 
 
 @given(files_of_any_form, st.just(PROGRESS.__dict__) | json_values)
-def test_any_state_is_a_checkpoint_or_a_damaged_one(files, progress):
+def test_arbitrary_state_json_loads_or_raises_value_error(files, progress):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / checkpoint.STATE).write_text('{"format": 3, "attempt": 0}')
@@ -432,7 +432,7 @@ def test_any_state_is_a_checkpoint_or_a_damaged_one(files, progress):
             assert str(error).startswith(f"checkpoint {folder}: ")
 
 
-def test_a_state_nested_too_deep(tmp_path):
+def test_deeply_nested_state_json_is_damaged(tmp_path):
     (tmp_path / checkpoint.STATE).write_text("[" * 10**6)
     with pytest.raises(ValueError, match="state.json is missing or damaged"):
         load_progress(tmp_path)
@@ -450,7 +450,7 @@ def test_a_state_nested_too_deep(tmp_path):
         ({"global_batch_size": 16}, "a step has 16 rows, but the run was started with 8"),
     ],
 )
-def test_another_runs_checkpoint_is_refused(change, message):
+def test_checkpoint_of_another_run_is_refused(change, message):
     found = replace(
         PROGRESS, base={"digest": "x", "files": {"a": 1, "b": 2, "c": 3}} if "files" in str(change) else PROGRESS.base
     )
@@ -459,7 +459,7 @@ def test_another_runs_checkpoint_is_refused(change, message):
         check_resumable(found, replace(found, **change))
 
 
-def test_no_space_is_told_before_writing(tmp_path, monkeypatch):
+def test_missing_disk_space_is_reported_before_writing(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 10**6))
     with pytest.raises(OSError, match=r"no space for a checkpoint in .*GB needed.*0.00 GB free"):
@@ -475,7 +475,7 @@ def test_no_space_is_told_before_writing(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting needs root on Linux")
-def test_a_disk_that_fills_up_while_writing_leaves_nothing(tmp_path, monkeypatch):
+def test_full_disk_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=False).returncode:
@@ -491,7 +491,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_nothing(tmp_path, monkeypatch
         subprocess.run(["umount", disk], check=True)
 
 
-def test_statistics_that_training_changes_are_in_it(tmp_path):
+def test_checkpoint_includes_batch_norm_statistics(tmp_path):
     """Batch norms count in buffers, which no optimizer sees."""
 
     def make():

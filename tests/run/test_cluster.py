@@ -57,7 +57,7 @@ def shipped(folder, excludes, tmp_path):
     return sorted(name for name in zipfile.ZipFile(archive).namelist() if not name.endswith("/"))
 
 
-def test_every_module_and_template_of_the_program_is_sent(tmp_path):
+def test_runtime_env_contains_all_modules_and_templates(tmp_path):
     environment = runtime_env()
     assert Path(environment["working_dir"]) == ROOT
     sent = shipped(ROOT, environment["excludes"], tmp_path)
@@ -67,7 +67,7 @@ def test_every_module_and_template_of_the_program_is_sent(tmp_path):
     assert sent == sorted(map(str, modules)) and "vla.py" in sent
 
 
-def test_nothing_but_code_is_sent(tmp_path):
+def test_runtime_env_contains_only_code(tmp_path):
     project = tmp_path / "project"
     stay = [".env", ".git/config", ".venv/lib/a.py", "outputs/run/config.json", ".cache/demo/x.mp4", "token", "a.pem"]
     stay += ["my_data/meta/info.json", "tests/test_x.py", "diagnostics/trace.json", "diagnostics/old/x.py", "sub/x.py"]
@@ -80,13 +80,13 @@ def test_nothing_but_code_is_sent(tmp_path):
     assert shipped(project, runtime_env()["excludes"], tmp_path) == sorted(go)
 
 
-def test_no_environment_variable_travels(monkeypatch):
+def test_runtime_env_contains_no_environment_variables(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert set(runtime_env()) == {"working_dir", "excludes"}
     assert "hf_secret" not in json.dumps(runtime_env())
 
 
-def test_a_submitted_jobs_own_working_directory_is_kept(monkeypatch):
+def test_submitted_job_uses_its_own_working_dir(monkeypatch):
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://x.zip"}}))
     assert runtime_env() is None
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {}}))
@@ -103,7 +103,7 @@ def test_a_submitted_jobs_own_working_directory_is_kept(monkeypatch):
         ({"cuda": "13.0"}, "no NVIDIA driver (libcuda.so.1)"),
     ],
 )
-def test_what_is_lacking_is_said(change, message, tmp_path, monkeypatch):
+def test_probe_reports_missing_requirements(change, message, tmp_path, monkeypatch):
     def no_driver(name):
         raise OSError(name)
 
@@ -123,7 +123,7 @@ def looks_often(monkeypatch):
     monkeypatch.setattr(cluster, "_describe_pending", lambda scaling: None)  # asks Ray
 
 
-def test_a_run_does_not_wait_for_ever_for_nodes_that_are_gone(looks_often, monkeypatch, capsys):
+def test_wait_for_lost_nodes_times_out(looks_often, monkeypatch, capsys):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     monkeypatch.setenv("VLA_NODES_TIMEOUT_S", "0.2")
     with pytest.raises(
@@ -133,7 +133,7 @@ def test_a_run_does_not_wait_for_ever_for_nodes_that_are_gone(looks_often, monke
     assert capsys.readouterr().err.count("waiting      for capacity, at most 0.2 s: the cluster is too small for") == 1
 
 
-def test_nodes_that_come_back_are_waited_for(looks_often, monkeypatch, capsys):
+def test_returning_nodes_reset_the_timeout(looks_often, monkeypatch, capsys):
     trained = Future()
     looks = iter([{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 3.0, "GPU": 1.0}] * 4)
 
@@ -164,7 +164,7 @@ def test_nodes_that_come_back_are_waited_for(looks_often, monkeypatch, capsys):
         (0, 999, "13.0", "does not answer (CUDA error 999)"),
     ],
 )
-def test_the_driver_must_serve_torchs_cuda(version, status, wanted, problem, monkeypatch, tmp_path):
+def test_nvidia_driver_must_support_cuda_of_torch(version, status, wanted, problem, monkeypatch, tmp_path):
     def get_version(pointer):
         pointer._obj.value = version
         return status
@@ -194,7 +194,7 @@ class Nvml:
         return SimpleNamespace(total=device << 20, reserved=400 << 20)
 
 
-def test_every_gpu_must_have_the_memory_that_a_worker_needs(monkeypatch, tmp_path, caplog):
+def test_gpu_memory_must_suffice_for_a_worker(monkeypatch, tmp_path, caplog):
     def lacks(needed_gib, gpus=2):
         return probe(replace(NEEDS, gpu_bytes=int(needed_gib * 2**30)), gpus=gpus, temp_dir=str(tmp_path))
 
@@ -210,7 +210,7 @@ def test_every_gpu_must_have_the_memory_that_a_worker_needs(monkeypatch, tmp_pat
     assert lacks(2**10) == [] and "the memory of GPUs here is not known: Driver Not Loaded" in caplog.text
 
 
-def test_only_gpus_of_the_type_that_is_asked_for_are_looked_at():
+def test_only_gpus_of_the_accelerator_type_are_probed():
     h100 = {"Resources": {"CPU": 8.0, "GPU": 4.0, "accelerator_type:H100": 1.0}}
     t4 = {"Resources": {"CPU": 8.0, "GPU": 1.0, "accelerator_type:T4": 1.0}}
     scaling = ScalingOptions(use_gpu=True, accelerator_type="H100")
@@ -220,7 +220,7 @@ def test_only_gpus_of_the_type_that_is_asked_for_are_looked_at():
     assert [replace(needs, gpu_type=None).gpus(node) for node in (h100, t4)] == [4, 1]
 
 
-def test_whether_to_train_on_gpus_is_not_guessed_from_a_machine_that_joins_a_cluster(monkeypatch):
+def test_use_gpu_is_required_on_a_gpuless_cluster_client(monkeypatch):
     """The head node of configs/ has no GPU, and its workers have 8."""
     plain, asked = ScalingOptions(), ScalingOptions(accelerator_type="H100")
     assert [plain.on_gpus(found) for found in (0, 2)] == [False, True]
@@ -245,14 +245,14 @@ def test_whether_to_train_on_gpus_is_not_guessed_from_a_machine_that_joins_a_clu
 
 
 @pytest.mark.gpu
-def test_the_real_driver_is_asked():
+def test_probe_of_the_real_nvidia_driver():
     assert cluster._cuda_problem(torch.version.cuda) is None
     assert "torch was built for 99.0" in cluster._cuda_problem("99.0")
     smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
     assert cluster._gpu_bytes() == pytest.approx(smallest, rel=0.02)
 
 
-def test_nodes_look_for_a_file_that_only_the_real_output_folder_has(tmp_path, monkeypatch):
+def test_nodes_must_see_a_marker_in_the_output_folder(tmp_path, monkeypatch):
     asked = []
 
     def ask(nodes, needs):
@@ -270,7 +270,7 @@ def test_nodes_look_for_a_file_that_only_the_real_output_folder_has(tmp_path, mo
     assert list(tmp_path.iterdir()) == [], "the marker is taken away, whatever the nodes say"
 
 
-def test_nodes_look_for_a_file_in_the_bucket(bucket_url, faults, tmp_path, monkeypatch):
+def test_nodes_must_see_a_marker_in_the_bucket(bucket_url, faults, tmp_path, monkeypatch):
     """One of them has another endpoint, where a bucket of that name is too; another no access."""
     lacks, bucket = [], Bucket(bucket_url)
 
@@ -297,7 +297,7 @@ def node(cpus, gpus, store_gb):
     return {"Resources": {kind: n for kind, n in resources.items() if n}}
 
 
-def test_a_head_that_runs_no_task_lends_no_memory(tmp_path, monkeypatch):
+def test_head_without_cpus_adds_no_object_store_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(DataContext.get_current(), "override_object_store_memory_limit_fraction", None)
     nodes = [node(0, 0, 10), node(48, 4, 50), node(32, 0, 30)]
     limits = data_limits(nodes, tmp_path)
@@ -318,7 +318,7 @@ def test_a_head_that_runs_no_task_lends_no_memory(tmp_path, monkeypatch):
 # ---- which cluster ------------------------------------------------------------------------------------------------
 
 
-def test_a_cluster_that_is_gone_is_not_waited_for(monkeypatch, caplog):
+def test_unreachable_cluster_is_reported_or_ignored(monkeypatch, caplog):
     """Of one that the user names it is said; Ray's memory of one that died on this machine is passed over."""
     with socket.socket() as head:
         head.bind(("", 0))
@@ -345,7 +345,7 @@ def add(one, *, other):
 
 
 @pytest.mark.ray
-def test_a_process_for_work_after_training_is_not_waited_for_for_ever(ray_cluster, monkeypatch, capsys):
+def test_remote_process_after_training_times_out_without_capacity(ray_cluster, monkeypatch, capsys):
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.1)
     there = partial(cluster.run_remote, add, 1, other=2)
     monkeypatch.setenv("VLA_NODES_TIMEOUT_S", "60")
@@ -380,7 +380,7 @@ def where_code_is():
 
 
 @pytest.mark.ray
-def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_cluster, tmp_path, monkeypatch, capsys):
+def test_new_node_is_awaited_checked_and_gets_the_code(no_ray_cluster, tmp_path, monkeypatch, capsys):
     """As when a cluster has no node for workers until a run wants one.
 
     On the one that comes another PyAV is installed.
@@ -447,7 +447,7 @@ def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_clu
 
 
 @pytest.mark.ray
-def test_a_run_that_waits_for_room_is_ended_by_ctrl_c(ray_cluster, tmp_path, monkeypatch):
+def test_ctrl_c_ends_waiting_for_capacity(ray_cluster, tmp_path, monkeypatch):
     waits = threading.Event()
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.2)
     monkeypatch.setattr(cluster, "print_safe", lambda *_, **__: waits.set())
@@ -469,7 +469,7 @@ def test_a_run_that_waits_for_room_is_ended_by_ctrl_c(ray_cluster, tmp_path, mon
         thread.join()
 
 
-def test_a_decoder_is_missed(monkeypatch, tmp_path):
+def test_missing_video_decoder_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(av, "codecs_available", {"h264", "hevc", "av1"})  # FFmpeg's own av1 needs a GPU
     (lack,) = probe(NEEDS, gpus=0, temp_dir=str(tmp_path))
     assert "cannot decode AV1 (libdav1d or libaom-av1)" in lack

@@ -38,7 +38,7 @@ def wait_for_attempt(folder, number, process):
     [(128, 1, 2), (1, 1, 2), (128, 2, 3)],
     ids=["one coordinator", "a coordinator for each", "a shard for each, read beside its worker"],
 )
-def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path, ranks, shards, cpus):
+def test_elastic_run_survives_loss_and_return_of_a_node(setting, cluster, tmp_path, ranks, shards, cpus):
     """A step has two workers' rows, dealt to two, then to one, then to two again; every row once all the same."""
     nodes = [cluster.add_node(num_cpus=cpus, object_store_memory=2 * 10**8) for _ in range(2)]
     folder = tmp_path / "elastic"
@@ -72,7 +72,7 @@ def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path, ranks, sh
     assert_every_row_once(folder)
 
 
-def test_a_node_that_is_about_to_be_taken_away(setting, cluster, tmp_path):
+def test_preemption_notice_triggers_checkpoint_and_restart(setting, cluster, tmp_path):
     """A spot instance's notice: checkpoints are taken while there is time, and it does not count as a failure."""
     node, _ = (cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8) for _ in range(2))
     folder = tmp_path / "drained"

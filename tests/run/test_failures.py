@@ -54,7 +54,7 @@ def run(tmp_path, monkeypatch):
     "cause", [ValueError("episode 3: truncated"), BAD_FILE, FloatingPointError("11 of the last 50 steps")]
 )
 @pytest.mark.parametrize("wrap", [lambda e: e, lambda e: RayTaskError("read", "traceback", e).as_instanceof_cause()])
-def test_what_the_programs_own_checks_find_ends_the_run_at_once(run, cause, wrap):
+def test_errors_of_own_checks_end_the_run_at_once(run, cause, wrap):
     raised = run.ends(0, PEER, wrap(cause))
     assert raised is cause
     text = f"WARNING attempt from step 0 failed on rank 1: {cause}\n"
@@ -63,7 +63,7 @@ def test_what_the_programs_own_checks_find_ends_the_run_at_once(run, cause, wrap
     assert root_cause(ControllerError(raised)) == str(cause)
 
 
-def test_any_other_error_ends_it_the_second_time_from_the_same_checkpoint(run):
+def test_other_error_ends_the_run_if_repeated_from_one_checkpoint(run):
     of_memory = [torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {n} MiB") for n in (20, 22, 24)]
     assert run.ends(0, of_memory[0], None) is None
     assert run.ends(10, of_memory[1], None) is None  # it came further
@@ -83,30 +83,30 @@ def test_any_other_error_ends_it_the_second_time_from_the_same_checkpoint(run):
         (RayTaskError("read", "traceback", OutOfMemoryError("killed")).as_instanceof_cause(), None),
     ],
 )
-def test_what_a_death_leaves_behind_is_always_tried_again(run, errors):
+def test_errors_caused_by_process_death_are_retried(run, errors):
     assert [run.ends(4, *errors) for _ in range(5)] == [None] * 5
 
 
-def test_deaths_in_between_do_not_hide_an_error_that_comes_again(run):
+def test_repeated_error_ends_the_run_despite_deaths_between(run):
     assert run.ends(4, NOT_MEMORY, None) is None
     assert run.ends(4, PEER, died()) is None
     assert run.ends(4, NOT_MEMORY, None) is NOT_MEMORY
 
 
-def test_a_log_that_cannot_be_written_changes_nothing(run):
+def test_unwritable_log_does_not_change_retries(run):
     (run.folder / LOG_NAME).mkdir()
     assert run.ends(0, BAD_FILE) is BAD_FILE
     assert run.ends(4, PEER, died()) is None
 
 
-def test_the_cause_is_told_and_not_its_consequences():
+def test_root_cause_skips_consequential_errors():
     assert root_cause(WorkerGroupError("", {0: PEER, 1: KeyError("action")})) == "KeyError: 'action'"
     assert root_cause(AssertionError()) == "AssertionError: " and root_cause(ValueError()) == "ValueError: "
     assert root_cause(WorkerGroupError("", {0: died(), 1: PEER})).startswith("ActorDiedError: ")
 
 
 @pytest.mark.parametrize("chosen", [None, 7])
-def test_processes_that_do_not_leave_their_group_are_not_waited_for(run, monkeypatch, chosen):
+def test_process_group_shutdown_is_short_after_a_failure(run, monkeypatch, chosen):
     """After a failure they are killed in any case; but a user's own choice counts."""
     waited_s = []
     monkeypatch.setattr(torch_config.ray, "get", lambda futures, timeout: waited_s.append(timeout))

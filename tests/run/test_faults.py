@@ -73,13 +73,13 @@ def undisturbed(setting, ray_cluster):
     return folder
 
 
-def test_what_checkpoints_cost_is_told(undisturbed):
+def test_checkpoint_pause_is_logged(undisturbed):
     """With the log step that comes after each."""
     lines = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["checkpoint_pause_s"] > 0] == [5, 9, 13, 17]
 
 
-def test_five_killed_workers(setting, undisturbed):
+def test_run_survives_five_killed_workers(setting, undisturbed):
     """The steps since the last checkpoint are lost, and no more; one that is still being written does not count."""
     rng = random.Random(10)
     # Each kill comes after the first step of its attempt and before the run's last.
@@ -163,7 +163,7 @@ def test_several_coordinators_deal_the_rows_of_one(setting, undisturbed, monkeyp
     assert_same_weights(folder, undisturbed)
 
 
-def test_a_read_that_hangs(setting, undisturbed, monkeypatch):
+def test_hanging_read_restarts_the_attempt(setting, undisturbed, monkeypatch):
     """Noticed by the training process that waits; the new attempt reads anew."""
     monkeypatch.setenv("VLA_BATCH_TIMEOUT_S", "30")
     assert run_with(flags(setting, "hangs", **{"scaling.max_failures": 1}), DataFault("hang", position=62)) == 0
@@ -177,7 +177,7 @@ def test_a_read_that_hangs(setting, undisturbed, monkeypatch):
     assert_same_weights(folder, undisturbed)
 
 
-def test_an_error_that_would_come_again_ends_the_run(setting, undisturbed, capsys, monkeypatch):
+def test_deterministic_error_ends_the_run(setting, undisturbed, capsys, monkeypatch):
     """One rank finds it while the other waits for it in a collective."""
     folder = setting[0] / "error"
     monkeypatch.setenv("VLA_COLLECTIVE_TIMEOUT_S", "600")
@@ -197,7 +197,7 @@ def test_an_error_that_would_come_again_ends_the_run(setting, undisturbed, capsy
     assert_same_weights(folder, undisturbed)
 
 
-def test_a_frozen_worker(setting, undisturbed, monkeypatch):
+def test_frozen_worker_is_restarted(setting, undisturbed, monkeypatch):
     monkeypatch.setenv("VLA_WORKER_TIMEOUT_S", "5")
     assert run_with(flags(setting, "frozen", **{"scaling.max_failures": 1}), Fault("freeze", step=10)) == 0
     folder = setting[0] / "frozen"
@@ -206,7 +206,7 @@ def test_a_frozen_worker(setting, undisturbed, monkeypatch):
     assert_same_weights(folder, undisturbed)
 
 
-def test_the_loss_of_one_rank_is_nan(setting, undisturbed):
+def test_nan_loss_of_one_rank_skips_the_step(setting, undisturbed):
     assert run_with(flags(setting, "nan"), Fault("nan", step=5)) == 0
     folder = setting[0] / "nan"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -224,7 +224,7 @@ def interrupted(setting, ray_cluster):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_resumed_with_another_number_of_workers(interrupted, workers, tmp_path):
+def test_resume_with_another_number_of_workers(interrupted, workers, tmp_path):
     folder = shutil.copytree(interrupted, tmp_path / "copy")
     changes = [f"--scaling.num_workers={workers}", f"--batch_size={6 // workers}"]
     assert vla.main([f"--output_dir={folder}", "--resume", *changes]) == 0
@@ -233,7 +233,7 @@ def test_resumed_with_another_number_of_workers(interrupted, workers, tmp_path):
     assert_every_row_once(folder)
 
 
-def test_a_damaged_mp4_is_skipped(setting, undisturbed, capsys):
+def test_damaged_mp4_is_skipped(setting, undisturbed, capsys):
     root = shutil.copytree(setting[1], setting[0] / "damaged")
     meta = load_metadata(root)
     camera = meta.video_keys[0]
@@ -265,7 +265,7 @@ def wait_for_step(folder, step, process):
         raise AssertionError(process.communicate()) from error
 
 
-def test_a_signal_takes_a_checkpoint_and_ends_the_run(setting, undisturbed):
+def test_sigterm_saves_a_checkpoint_and_ends_the_run(setting, undisturbed):
     folder = setting[0] / "signalled"
     changes = {"steps": 2000, "save_freq": 1000}  # it would not be done by itself
     process = started(flags(setting, "signalled", **changes))
@@ -280,7 +280,7 @@ def test_a_signal_takes_a_checkpoint_and_ends_the_run(setting, undisturbed):
     assert_every_row_once(folder)
 
 
-def test_a_second_signal_does_not_wait(setting, undisturbed):
+def test_second_sigterm_ends_the_run_at_once(setting, undisturbed):
     folder = setting[0] / "impatient"
     # No log step comes at which the first one would be heard.
     process = started(flags(setting, "impatient", steps=10**6, log_freq=10**6, save_freq=5))
@@ -296,7 +296,7 @@ def test_a_second_signal_does_not_wait(setting, undisturbed):
     assert process.returncode == 128 + signal.SIGTERM, printed
 
 
-def test_broken_checkpoints(setting, undisturbed, capsys):
+def test_run_survives_broken_checkpoints(setting, undisturbed, capsys):
     """One after the other in one run; each time it goes on from the one before."""
     folder = setting[0] / "checkpoints"
     again = [f"--output_dir={folder}", "--resume"]
@@ -328,7 +328,7 @@ def test_broken_checkpoints(setting, undisturbed, capsys):
     assert_same_weights(folder, undisturbed)
 
 
-def test_a_data_task_that_takes_all_memory(setting, undisturbed, short_folder):
+def test_data_task_out_of_memory_is_retried(setting, undisturbed, short_folder):
     """Ray kills it and runs it again; no training process is harmed."""
     memory, margin = psutil.virtual_memory(), planted_data.GREED_BYTES * 0.6
     if memory.available < 1.4 * planted_data.GREED_BYTES:
@@ -347,7 +347,7 @@ def test_a_data_task_that_takes_all_memory(setting, undisturbed, short_folder):
     assert_same_weights(folder, undisturbed)
 
 
-def test_an_object_store_that_fails_again_and_again(setting, undisturbed, short_folder, monkeypatch):
+def test_run_reads_from_an_unreliable_object_store(setting, undisturbed, short_folder, monkeypatch):
     """Through a network that answers 503, resets, cuts off and stalls: the run does not even notice."""
     kinds = ["503", None, "reset", None, "cut", None, "stall", None, None]
     faults, done = Faults(), []
@@ -385,7 +385,7 @@ def test_an_object_store_that_fails_again_and_again(setting, undisturbed, short_
     assert_every_row_once(folder)
 
 
-def test_a_second_run_in_the_same_folder(setting, undisturbed, capsys):
+def test_second_run_in_the_same_folder_is_refused(setting, undisturbed, capsys):
     script = (
         "import sys; from vla_finetuning.options.programs import Config\n"
         "from vla_finetuning.run.folder import claim_folder\n"

@@ -26,7 +26,7 @@ from vla_finetuning.run.folder import (
 )
 
 
-def test_what_a_resumed_run_is_given_anew_is_told(tmp_path):
+def test_changed_options_are_listed_on_resume(tmp_path):
     """Steps and learning rate change the schedule of what is left: no user should do that unawares."""
     started = Config(lr=1e-3, steps=100, scaling=ScalingOptions(num_workers=2), output_dir=str(tmp_path))
     (tmp_path / CONFIG_NAME).write_text(json.dumps(started.to_json()))
@@ -41,7 +41,7 @@ def test_what_a_resumed_run_is_given_anew_is_told(tmp_path):
     assert changed_options(replace(started, resume=True)) == []
 
 
-def test_a_resumed_run_keeps_what_its_checkpoints_are_ranked_and_normalised_by(tmp_path):
+def test_resume_refuses_changed_ranking_and_statistics(tmp_path):
     start_attempt(tmp_path, 0, 1)
     checkpoint(tmp_path, 20)
     started = Config(output_dir=str(tmp_path), keep_best=1)
@@ -57,7 +57,7 @@ def test_a_resumed_run_keeps_what_its_checkpoints_are_ranked_and_normalised_by(t
         pass
 
 
-def test_a_run_in_a_bucket_keeps_its_statistics_before_its_first_checkpoint(bucket_url):
+def test_bucket_run_statistics_are_fixed_before_first_checkpoint(bucket_url):
     """A node may have one that did not reach the bucket."""
     started = Config(output_dir=bucket_url)
     with own_folder(started, START, 100, 0):
@@ -69,7 +69,7 @@ def test_a_run_in_a_bucket_keeps_its_statistics_before_its_first_checkpoint(buck
 
 
 @pytest.mark.parametrize("lacking", ["rename", "replace"])
-def test_storage_that_cannot_do_what_a_run_does(tmp_path, monkeypatch, lacking):
+def test_storage_without_rename_or_replace_is_refused(tmp_path, monkeypatch, lacking):
     """As a bucket that is mounted: folders cannot be renamed there, files not replaced."""
     config = Config(output_dir=str(tmp_path / "run"))
 
@@ -105,7 +105,7 @@ def written(folder, name, text):
 
 
 @pytest.mark.parametrize("name", ["state.json", ""])
-def test_a_run_that_was_trained_never_begins_again_at_step_0(tmp_path, name):
+def test_trained_run_without_usable_checkpoint_is_refused(tmp_path, name):
     """Whether its only checkpoint is gone, or damaged."""
     newest = checkpoint(tmp_path, 20)
     written(tmp_path, "last_checkpoint.json", '{"step": 20, "attempt": 0}')
@@ -121,7 +121,7 @@ def test_a_run_that_was_trained_never_begins_again_at_step_0(tmp_path, name):
         checkpoint_to_resume(tmp_path)
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path):
+def test_run_without_checkpoint_restarts_at_step_0(tmp_path):
     start_attempt(tmp_path, 0, 2)
     written(tmp_path, "metrics.jsonl", '{"step": 3}\n')
     write_pieces(tmp_path / "checkpoints" / "step_00000005", {})
@@ -131,7 +131,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path):
     assert resumption(tmp_path) == f"from step 0: no checkpoint has been written yet; {logged}"
 
 
-def test_what_a_later_attempt_went_on_without_does_not_count(tmp_path):
+def test_checkpoint_of_superseded_attempt_is_ignored(tmp_path):
     """A process that was thought dead wrote its checkpoint when the next attempt had begun at step 0."""
     written(tmp_path, "last_checkpoint.json", '{"step": 5, "attempt": 0}')
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_what_a_later_attempt_went_on_without_does_not_count(tmp_path):
     assert checkpoint_to_resume(tmp_path) is None
 
 
-def test_where_a_run_goes_on_is_said_as_it_is(tmp_path, caplog):
+def test_resumption_names_its_step_and_lost_steps(tmp_path, caplog):
     start_attempt(tmp_path, 0, 2)
     checkpoint(tmp_path, 10)
     newest = checkpoint(tmp_path, 20)
@@ -154,7 +154,7 @@ def test_where_a_run_goes_on_is_said_as_it_is(tmp_path, caplog):
     assert "state.json is missing or damaged" in caplog.text
 
 
-def test_a_run_that_is_refused_leaves_no_folder_above_its_own(tmp_path):
+def test_refused_run_removes_parent_folders_it_created(tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(KeyError), claim_folder(Config(output_dir=str(tmp_path / "there" / "a" / "b"))):
         raise KeyError
@@ -164,12 +164,12 @@ def test_a_run_that_is_refused_leaves_no_folder_above_its_own(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "there"] and not any((tmp_path / "there").iterdir())
 
 
-def test_a_probe_that_a_killed_process_left_occupies_no_folder(tmp_path):
+def test_leftover_storage_probe_does_not_occupy_a_folder(tmp_path):
     (tmp_path / ".storage-x").mkdir()
     check_folder(Config(output_dir=str(tmp_path)))
 
 
-def test_a_folder_in_a_bucket_that_is_refused_is_not_downloaded(bucket_url):
+def test_refused_bucket_folder_is_not_downloaded(bucket_url):
     Bucket(bucket_url).write("videos/top.mp4", b"x")
     config = Config(output_dir=bucket_url)
     with pytest.raises(FileExistsError, match="is not empty: it holds no run"):
@@ -177,7 +177,7 @@ def test_a_folder_in_a_bucket_that_is_refused_is_not_downloaded(bucket_url):
     assert not [*config.folder.rglob("*.mp4")]
 
 
-def test_a_demo_empties_its_own_folder_and_no_input(tmp_path, monkeypatch):
+def test_demo_refuses_to_empty_a_folder_with_inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / PRESETS["demo"]["output_dir"]
     written(folder, "pretrained_model/config.json", "{}")

@@ -28,7 +28,7 @@ def folder(bucket_url, monkeypatch):
     return as_path(bucket_url)
 
 
-def test_a_second_driver_is_refused_while_the_first_lives(folder):
+def test_second_driver_is_refused_while_the_first_lives(folder):
     with drive(folder):
         started = time.monotonic()
         with pytest.raises(FileExistsError, match=r"a run is going on there, driven by process \d+ on .*; wait until"):
@@ -38,7 +38,7 @@ def test_a_second_driver_is_refused_while_the_first_lives(folder):
         assert not is_lost(folder)
 
 
-def test_two_drivers_at_once(folder):
+def test_one_of_three_concurrent_drivers_gets_the_lease(folder):
     drives, refused, barrier = [], [], threading.Barrier(3)
 
     def attempt():
@@ -63,7 +63,7 @@ def test_two_drivers_at_once(folder):
     assert len(drives) == 1 and len(refused) == 2
 
 
-def test_a_killed_driver_loses_its_lease(folder, monkeypatch):
+def test_lease_of_killed_driver_expires(folder, monkeypatch):
     monkeypatch.setattr(lease, "LEASE_S", 2.0)
     code = (
         "import sys, time; from vla_finetuning.buckets.mirror import as_path\n"
@@ -81,7 +81,7 @@ def test_a_killed_driver_loses_its_lease(folder, monkeypatch):
     assert not is_lost(folder)
 
 
-def test_a_driver_whose_lease_was_taken_ends(folder, faults, capsys):
+def test_driver_ends_if_its_lease_is_taken(folder, faults, capsys):
     """It was cut off from the store for longer than its lease."""
     ended = threading.Event()
     with drive(folder, when_lost=ended.set):
@@ -93,7 +93,7 @@ def test_a_driver_whose_lease_was_taken_ends(folder, faults, capsys):
 
 
 @pytest.mark.parametrize("fault", ["503", "lost", "reset"])
-def test_a_lease_survives_a_store_that_fails(folder, faults, fault, monkeypatch):
+def test_lease_survives_store_failures(folder, faults, fault, monkeypatch):
     with drive(folder, when_lost=lambda: pytest.fail("lost")):
         renewed, failed = threading.Event(), []
 
@@ -110,7 +110,7 @@ def test_a_lease_survives_a_store_that_fails(folder, faults, fault, monkeypatch)
 
 
 @pytest.mark.parametrize("ignored", [("if-match",), ("if-none-match", "if-match")])
-def test_a_store_without_conditions_needs_a_flag(folder, faults, ignored, capsys):
+def test_store_without_conditional_writes_requires_lease_false(folder, faults, ignored, capsys):
     """Some ignore both conditions of a put, others only the one that an object be still the same."""
     faults.ignored = ignored
     config, bucket = Config(output_dir=address(folder)), Bucket(address(folder))
@@ -139,7 +139,7 @@ def test_folder_on_a_disk_is_locked_without_a_lease(tmp_path, capsys):
     assert "Lease" not in capsys.readouterr().out
 
 
-def test_a_folder_is_held_and_one_that_stays_empty_is_removed(folder):
+def test_claimed_bucket_folder_is_removed_if_empty(folder):
     bucket = Bucket(address(folder))
     with claim_folder(Config(output_dir=address(folder))):
         assert bucket.names() == {".lock"}

@@ -20,7 +20,7 @@ from vla_finetuning.training.callbacks import MetricsLines, RowLog, SuccessInLoo
 from vla_finetuning.training.worker import RayWorker, Worker
 
 
-def test_evaluations_that_come_in_are_told_once_each(tmp_path):
+def test_success_of_each_evaluation_is_logged_once(tmp_path):
     state = SimpleNamespace(
         run=SimpleNamespace(job=SimpleNamespace(output_dir=tmp_path)), worker=Worker(in_process.CPU)
     )
@@ -43,7 +43,7 @@ def test_evaluations_that_come_in_are_told_once_each(tmp_path):
         assert (lines[1]["success_at_end"], lines[1]["success_at_end_high"]) == (0.25, 0.7)
 
 
-def test_half_a_line_is_not_joined_to_the_next(tmp_path):
+def test_truncated_log_line_is_not_joined_to_the_next(tmp_path):
     """What a full disk or a power cut leaves of attempts.jsonl, or of a rank's rows."""
     start_attempt(tmp_path, 0, 2)
     for name in ("attempts.jsonl", "rows/rank0.jsonl"):
@@ -61,7 +61,7 @@ def test_half_a_line_is_not_joined_to_the_next(tmp_path):
     assert [line["attempt"] for line in lines] == [1, 2]
 
 
-def test_a_start_says_what_it_does_and_does_not_count_as_a_step(tmp_path, capsys):
+def test_progress_reports_starts_and_restarts_once(tmp_path, capsys):
     """From a plan to its first log line was a minute of silence, which the estimate of the time left then counted."""
 
     def log(**line):
@@ -97,7 +97,7 @@ def test_a_start_says_what_it_does_and_does_not_count_as_a_step(tmp_path, capsys
         (100, range(0, 800, 50), 0.02, False),
     ],
 )
-def test_too_many_skipped_rows_end_the_run(tmp_path, done, positions, share, ends):
+def test_skipped_rows_above_the_limit_end_the_run(tmp_path, done, positions, share, ends):
     trained = {"rows": 8 * done, "rows_per_epoch": 100}
     lines = [{"root": "/data/arm", "episode_index": 7, "positions": [p], "error": "it is truncated"} for p in positions]
     (tmp_path / "skipped.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -112,7 +112,7 @@ def test_too_many_skipped_rows_end_the_run(tmp_path, done, positions, share, end
         check_skipped(tmp_path, share, **trained)
 
 
-def test_a_run_that_may_skip_is_ended_by_what_was_skipped(tmp_path):
+def test_resume_forgets_skipped_rows_it_reads_again(tmp_path):
     run = in_process.resolved(in_process.make_setting(tmp_path), log_freq=1, **{"dataset.on_error": "skip"})
     run.job.output_dir.mkdir()
     line = {"root": "/data/arm", "episode_index": 7, "positions": [5], "error": "it is truncated"}
@@ -128,7 +128,7 @@ def test_a_run_that_may_skip_is_ended_by_what_was_skipped(tmp_path):
     assert [json.loads(text)["positions"] for text in log.read_text().splitlines()] == [[3]]
 
 
-def test_a_node_that_has_just_died_ends_no_training_by_a_statistic(monkeypatch):
+def test_spilled_bytes_is_none_if_a_node_does_not_answer(monkeypatch):
     """Until Ray has noticed, it is asked for the bytes that were spilled: nobody is at its port, or nobody answers."""
     state = SimpleNamespace()
     monkeypatch.setattr(internal_api, "get_state_from_address", lambda address: state)
@@ -143,7 +143,7 @@ def test_a_node_that_has_just_died_ends_no_training_by_a_statistic(monkeypatch):
             assert time.monotonic() - started < 30  # Ray's own limit is 60 s
 
 
-def test_a_drive_that_does_not_answer_hides_no_error_of_the_training(tmp_path, monkeypatch):
+def test_training_error_is_raised_if_progress_log_fails(tmp_path, monkeypatch):
     def fails(path):
         raise OSError("stale file handle")
 

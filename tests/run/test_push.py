@@ -87,7 +87,7 @@ def finished(tmp_path):
     return folder
 
 
-def test_everything_arrives_with_a_card(server, finished):
+def test_push_uploads_the_export_with_a_model_card(server, finished):
     assert push.check_push(REPO, True) == f"{server.endpoint}/{REPO}" and server.private[REPO] is True
     assert push.push_policy(finished, REPO).endswith("/commit/" + "c" * 40)
     policy = finished / "pretrained_model"
@@ -119,7 +119,7 @@ def test_everything_arrives_with_a_card(server, finished):
     assert TOKEN not in text
 
 
-def test_the_card_has_success_at_any_time_and_at_the_end(finished):
+def test_card_lists_success_once_and_at_end(finished):
     assert "Success in the loop" not in push.model_card(finished, REPO)
     config = json.loads((finished / "config.json").read_text())
     write_json(finished / "config.json", {**config, "env_type": "two_bins"})
@@ -140,7 +140,7 @@ def test_the_card_has_success_at_any_time_and_at_the_end(finished):
     assert rows == [f"| `<b>` | 7 of 8 | {ends}", f"| `step 40, two_bins` | 5 of 8 | {ends}"]
 
 
-def test_the_card_describes_the_exported_step_of_a_run_that_went_on(finished):
+def test_card_describes_the_exported_step(finished):
     config = json.loads((finished / "config.json").read_text())
     write_json(finished / "config.json", {**config, "env_type": "two_bins"})
     score = {"interval": [0.1, 0.6], "successes_at_end": 3, "interval_at_end": [0.1, 0.6]}
@@ -153,7 +153,7 @@ def test_the_card_describes_the_exported_step_of_a_run_that_went_on(finished):
     assert "`step 30, two_bins` | 3 of 8" in card and "step 40" not in card
 
 
-def test_only_what_an_export_writes_is_pushed(server, finished, caplog):
+def test_push_uploads_exported_files_only(server, finished, caplog):
     server.private[REPO] = True
     policy = finished / "pretrained_model"
     for name in ("extra.json", ".env", "notes/todo.md", "tokenizer/tokenizer.json", "tokenizer/deep/vocab.json"):
@@ -167,7 +167,7 @@ def test_only_what_an_export_writes_is_pushed(server, finished, caplog):
     assert f"{policy}: not pushed, because no export writes it: {left_out}\n" in caplog.text
 
 
-def test_an_export_is_pushed_whole(tmp_path):
+def test_push_includes_every_exported_file(tmp_path):
     """With the tokenizer's files, whatever of them transformers writes, and how its simulator's pictures were drawn."""
     policy, config = make_policy(2), make_config(2)
     folder = tmp_path / "pretrained_model"
@@ -184,7 +184,7 @@ def test_an_export_is_pushed_whole(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*to a meta parameter")
-def test_the_cards_lines_load_the_policy_where_lerobot_puts_it(finished, monkeypatch):
+def test_code_of_the_card_loads_policy_on_lerobots_device(finished, monkeypatch):
     """`meta` stands in for an accelerator: what is exported names no device, and LeRobot takes the best one."""
     folder = finished / "pretrained_model"
     save_pretrained(make_policy(2), *make_processors(None, make_config(2), STATS), folder)
@@ -201,7 +201,7 @@ def test_the_cards_lines_load_the_policy_where_lerobot_puts_it(finished, monkeyp
 @pytest.mark.parametrize(
     "name", ["extra.json", "README.md", "config.json", "tokenizer/vocab.json", "tokenizer", "more", "."]
 )
-def test_a_link_is_refused_and_its_target_left_alone(server, finished, tmp_path, name):
+def test_push_refuses_symlinks_and_leaves_their_target(server, finished, tmp_path, name):
     """Whoever can write the folder could otherwise publish, or overwrite, what only the user can read or write."""
     server.private[REPO] = True
     policy, secret = finished / "pretrained_model", tmp_path / "secret"
@@ -221,7 +221,7 @@ def test_a_link_is_refused_and_its_target_left_alone(server, finished, tmp_path,
     assert {p: p.read_bytes() for p in [secret, *secret.rglob("*")] if p.is_file()} == before
 
 
-def test_the_card_takes_the_place_of_a_link_that_comes_in_between(server, finished, tmp_path, monkeypatch):
+def test_card_replaces_symlink_created_meanwhile(server, finished, tmp_path, monkeypatch):
     server.private[REPO] = True
     secret, card = tmp_path / "secret", finished / "pretrained_model" / "README.md"
     secret.write_text("mine")
@@ -237,7 +237,7 @@ def test_the_card_takes_the_place_of_a_link_that_comes_in_between(server, finish
     assert server.files[REPO]["README.md"] == card.read_bytes()
 
 
-def test_what_is_on_the_hub_is_named_with_its_commit(finished):
+def test_card_names_commits_of_hub_repositories(finished):
     config, run = (json.loads((finished / name).read_text()) for name in ("config.json", "run.json"))
     config["dataset"] |= {"root": None, "repo_id": "lab/bins", "revision": "d" * 40}
     run["policy"] |= {"base": "lerobot/pi05_base", "revision": "e" * 40}
@@ -254,7 +254,7 @@ def test_what_is_on_the_hub_is_named_with_its_commit(finished):
     assert "A `pi05` policy, trained from random weights." in push.model_card(finished, REPO)
 
 
-def test_the_card_names_no_place_and_no_price(finished):
+def test_card_omits_private_paths(finished):
     config = json.loads((finished / "config.json").read_text())
     config["recap"] = {**config.get("recap", {}), "labels": "s3://acme-secret/labels.parquet"}
     config["dataset"] |= {
@@ -269,12 +269,12 @@ def test_the_card_names_no_place_and_no_price(finished):
     assert '"steps": 1234' in card and '"exclude_episodes": [' in card
 
 
-def test_a_dry_run_makes_no_repository(server):
+def test_push_dry_run_creates_no_repository(server):
     assert "me/new, which does not exist yet" in push.check_push("me/new", True, make=False)
     assert "me/new" not in server.private
 
 
-def test_no_token_is_said_before_anything(server, monkeypatch):
+def test_push_without_token_is_refused(server, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ValueError, match="me/pick: no token to push with; set HF_TOKEN"):
         push.check_push(REPO, None)
@@ -292,7 +292,7 @@ def test_no_token_is_said_before_anything(server, monkeypatch):
         (TOKEN, "not a name", None, "not a repository name"),
     ],
 )
-def test_what_cannot_be_pushed_to_is_refused(server, monkeypatch, token, repo_id, private, message):
+def test_push_to_unwritable_repository_is_refused(server, monkeypatch, token, repo_id, private, message):
     server.private["me/old"] = False
     monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(ValueError, match=message) as error:
@@ -300,13 +300,13 @@ def test_what_cannot_be_pushed_to_is_refused(server, monkeypatch, token, repo_id
     assert token not in str(error.value)
 
 
-def test_no_network_is_said(server, monkeypatch):
+def test_push_without_network_raises_os_error(server, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(OSError, match="model me/pick: the Hub cannot be reached; check the network"):
         push.check_push(REPO, None)
 
 
-def test_a_failed_push_says_how_to_do_it_again_and_that_works(server, finished, capsys):
+def test_failed_push_can_be_repeated_with_the_named_command(server, finished, capsys):
     server.private[REPO] = False
     server.fails["/commit/"] = 500
     assert push.push(finished, REPO) == 4
@@ -323,7 +323,7 @@ def test_a_failed_push_says_how_to_do_it_again_and_that_works(server, finished, 
     assert server.private["me/other"] is True and set(server.files["me/other"]) == set(server.files[REPO])
 
 
-def test_each_robots_policy_has_a_repository(server, finished, capsys):
+def test_push_uses_a_repository_per_robot(server, finished, capsys):
     exported = finished / "pretrained_model"
     for name in ("arm", "gantry"):
         (exported / name).mkdir()
@@ -355,7 +355,7 @@ def test_each_robots_policy_has_a_repository(server, finished, capsys):
     ],
     ids=["without weights", "not over", "without a dataset"],
 )
-def test_what_cannot_be_pushed_is_refused_before_a_repository_is_made(server, finished, capsys, file, text, message):
+def test_incomplete_run_is_refused_before_a_repository_is_created(server, finished, capsys, file, text, message):
     (finished / file).unlink()
     if text is not None:
         (finished / file).write_text(text)
@@ -363,12 +363,12 @@ def test_what_cannot_be_pushed_is_refused_before_a_repository_is_made(server, fi
     assert message.format(finished) in capsys.readouterr().err and REPO not in server.private
 
 
-def test_the_only_policy_of_a_run_has_no_robots_name(finished, capsys):
+def test_push_robot_flag_is_refused_for_a_single_policy(finished, capsys):
     assert push.main([str(finished), "--robot=arm"]) == 1
     assert f"--robot arm: {finished} has one policy" in capsys.readouterr().err
 
 
-def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatch, tmp_path, capsys):
+def test_run_does_not_start_if_its_push_would_fail(server, finished, monkeypatch, tmp_path, capsys):
     """Known before Ray starts and before the run's folder is made, so that the same command can be given again."""
     out = tmp_path / "out"
     argv = ["--dataset.root=/d", "--policy.path=/p", f"--output_dir={out}", "--policy.repo_id=somebody/arm"]
@@ -392,7 +392,7 @@ def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatc
     assert not out.exists()
 
 
-def test_flags_are_lerobots():
+def test_push_flags_equal_lerobots():
     argv = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
     assert parse_args(argv).hub_repo_id is None
     given = parse_args([*argv, f"--policy.repo_id={REPO}", "--policy.private=true", "--policy.push_to_hub=true"])
@@ -404,7 +404,7 @@ def test_flags_are_lerobots():
     assert replace(given, push_to_hub=None).hub_repo_id == REPO
 
 
-def test_a_policy_is_pushed_from_a_bucket(server, finished):
+def test_push_from_a_bucket(server, finished):
     """The card is made of what the run's folder in the bucket says."""
     with runs_bucket():
         url = "s3://runs/secret_place/run7"

@@ -20,7 +20,7 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_in_parts_survives_a_kill_and_goes_on_as_one_worker_with_copies(setting, ray_cluster):
+def test_fsdp2_run_survives_kills_and_resumes_as_ddp(setting, ray_cluster):
     assert vla.main(flags(setting, "copies")) == 0
     copies, folder = setting[0] / "copies", setting[0] / "parts"
 
