@@ -211,7 +211,7 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
     given = {path: value for path, value in saved_options.pop("given", {}).items() if path in saved_options}
     if not resumed:  # its plan decides anew
         saved_options |= given
-    for name, text in presets.get(saved_options.get("preset"), {}).items() if preset else ():
+    for name, text in presets.get(saved_options.get("preset") or "", {}).items() if preset else ():
         for path, value in _values(name, text, flags, program.config_type):
             if saved_options.get(path) == value:
                 del saved_options[path]
