@@ -1,4 +1,4 @@
-"""The episodes that a policy learned from, as a dataset, against an environment that plays the same actions."""
+"""Datasets of episodes that a policy learned from, against gymnasium's replay of the same actions."""
 
 import json
 import os
@@ -34,14 +34,8 @@ from vla_finetuning.rollouts.experts import play_expert
 from vla_finetuning.rollouts.player import Eyes
 from vla_finetuning.rollouts.recording import is_free, record_dataset, record_played, replay_frames, write_share
 
-OPTIONS = {
-    "env.episode_length": 6,
-    "grpo.groups": 2,
-    "grpo.group_size": 2,
-    "grpo.iterations": 3,
-    "save_freq": 1,
-    "eval.n_episodes": 1,
-}
+OPTIONS = {"env.episode_length": 6, "grpo.groups": 2, "grpo.group_size": 2, "grpo.iterations": 3}
+OPTIONS |= {"save_freq": 1, "eval.n_episodes": 1}
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +47,18 @@ def run(base, tmp_path_factory):
     return run
 
 
+def log_of(run):
+    return [json.loads(line) for line in read_lines(run.job.output_dir / "metrics.jsonl")]
+
+
+def losses(run):
+    return [line["loss"] for line in log_of(run)[1:]]
+
+
 def test_episode_that_does_not_replay_is_left_out_of_dataset(run, tmp_path, capfd, monkeypatch):
-    """Its environment ends in another state, or fails; others are written, and where none is that is an error."""
+    """Its environment ends in another state, or fails; without any other episode that is an error."""
     first, second, third = list(read_episodes(run))[:3]
-    elsewhere = {**second[0], "final_state": "another"}, second[1]
+    diverging = {**second[0], "final_state": "another"}, second[1]
     failing = third[0], np.full_like(third[1], np.nan)  # which the robot cannot follow
     eyes, makers = Eyes(run.scene.env, run.policy.config), task_makers(run.scene.env)
     waits = [False, True, True]
@@ -65,7 +67,7 @@ def test_episode_that_does_not_replay_is_left_out_of_dataset(run, tmp_path, capf
     (tmp_path / "empty").mkdir()
     (tmp_path / "dataset").symlink_to(tmp_path / "empty")
     with tasks_here():
-        record_played(tmp_path / "dataset", makers, eyes, [elsewhere, first, failing], {"seed": 3})
+        record_played(tmp_path / "dataset", makers, eyes, [diverging, first, failing], {"seed": 3})
     assert "1 episodes, " in (out := capfd.readouterr().out) and "; 2 left out, which do not repeat" in out
     assert "0 of 1 parts of empty written; 0 CPUs of the cluster are free" in out
     dataset = LeRobotDataset("recorded/policy", root=tmp_path / "dataset", video_backend="pyav")
@@ -73,7 +75,7 @@ def test_episode_that_does_not_replay_is_left_out_of_dataset(run, tmp_path, capf
     assert dataset.meta.robot_type == "tabletop_gantry"  # as record.py names it
     np.testing.assert_array_equal(dataset[0]["action"], first[1][0].astype(np.float32))
     with tasks_here(), pytest.raises(ValueError, match="no episode could be repeated.*: nothing is written"):
-        record_played(tmp_path / "none", makers, eyes, [elsewhere, failing], {"seed": 3})
+        record_played(tmp_path / "none", makers, eyes, [diverging, failing], {"seed": 3})
     assert not (tmp_path / "none").exists()
 
 
@@ -131,9 +133,8 @@ def test_mount_point_as_dataset_root_is_refused(tmp_path, monkeypatch):
 def test_every_second_iteration_is_recorded(run):
     folder = run.job.output_dir / "rollouts"
     assert [path.name for path in sorted(folder.iterdir())] == ["000000-0.jsonl", "000002-0.jsonl"]
-    episodes = list(read_episodes(run))
+    episodes, lines = list(read_episodes(run)), log_of(run)
     assert len(episodes) == 2 * run.episodes
-    lines = [json.loads(line) for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["steps"] for line, _ in episodes) == lines[1]["env_steps"] + lines[3]["env_steps"]
     assert all(actions.shape == (line["steps"], 3) for line, actions in episodes)
     fewer = replace(run.config, grpo=replace(run.options, record_every=3))  # as --resume may say
@@ -148,12 +149,12 @@ def test_recorded_dataset_equals_gymnasium_replay(run, tmp_path):
     dataset, row = LeRobotDataset("recorded/policy", root=root, video_backend="pyav"), 0
     for line, actions in episodes:
         env = gymnasium.make(two_bins.GYM_ID, max_episode_steps=6)
-        seen, _ = env.reset(seed=line["seed"])
+        observation, _ = env.reset(seed=line["seed"])
         for action in actions:
             frame = dataset[row]
-            np.testing.assert_allclose(frame["observation.state"], seen["agent_pos"], atol=1e-5)
+            np.testing.assert_allclose(frame["observation.state"], observation["agent_pos"], atol=1e-5)
             np.testing.assert_array_equal(frame["action"], action.astype(np.float32))
-            seen, _, _, _, info = env.step(action)
+            observation, _, _, _, info = env.step(action)
             assert bool(frame["next.success"]) == info["is_success"]
             row += 1
         assert env.unwrapped.state_hash() == line["final_state"]
@@ -163,14 +164,8 @@ def test_recorded_dataset_equals_gymnasium_replay(run, tmp_path):
 
 def test_recording_does_not_change_training(run, base, tmp_path):
     plain = resolved(base, tmp_path / "run", **OPTIONS)
-    assert train_as(plain)
-    losses = [
-        [json.loads(line)["loss"] for line in (one.job.output_dir / "metrics.jsonl").read_text().splitlines()[1:]]
-        for one in (run, plain)
-    ]
-    assert losses[0] == losses[1]
-    assert not (plain.job.output_dir / "rollouts").exists()
-    assert pending_dataset(plain) is None
+    assert train_as(plain) and losses(plain) == losses(run)
+    assert not (plain.job.output_dir / "rollouts").exists() and pending_dataset(plain) is None
 
 
 def test_dataset_is_written_once_and_existing_one_is_not_replaced(run, monkeypatch):
@@ -185,24 +180,23 @@ def test_dataset_is_written_once_and_existing_one_is_not_replaced(run, monkeypat
     with tasks_here():
         record_rollouts(run)
         record_rollouts(run)
-    assert written == [2 * run.episodes]
-    assert pending_dataset(run) is None
-    root = Path(run.options.record_dataset)
-    (root / "meta" / "environment.json").write_text(json.dumps({"evaluation": {"seed": 0}}))
+    assert written == [2 * run.episodes] and pending_dataset(run) is None
+    foreign = Path(run.options.record_dataset) / "meta" / "environment.json"
+    foreign.write_text(json.dumps({"evaluation": {"seed": 0}}))
     with pytest.raises(ValueError, match="--grpo.record_dataset=.* exists and is not empty"):
         pending_dataset(run)
 
 
 def test_recording_refuses_missing_iterations(base, tmp_path, monkeypatch):
-    late = resolved(base, tmp_path / "run", **{**OPTIONS, "grpo.record_dataset": tmp_path / "dataset"})
+    run = resolved(base, tmp_path / "run", **{**OPTIONS, "grpo.record_dataset": tmp_path / "dataset"})
     monkeypatch.setattr(grpo, "steps_done", lambda job: 1)
-    grpo.plan(late)  # a demo that starts again, over an earlier run's checkpoints
+    grpo.plan(run)  # a demo that starts again, over an earlier run's checkpoints
     with pytest.raises(ValueError, match="lacks the episodes of 1 of 1 iterations"):
-        grpo.plan(replace(late, config=replace(late.config, resume=True)))
+        grpo.plan(replace(run, config=replace(run.config, resume=True)))
     for iteration in (1, 2):
-        write_episodes(late.job.output_dir, iteration, SimpleNamespace(rank=0), [])
+        write_episodes(run.job.output_dir, iteration, SimpleNamespace(rank=0), [])
     with pytest.raises(ValueError, match="lacks the episodes of 1 of 3 iterations"):
-        record_rollouts(late)
+        record_rollouts(run)
 
 
 def test_recording_in_bucket_equals_disk_after_restart(run, base, tmp_path, monkeypatch):
@@ -215,15 +209,12 @@ def test_recording_in_bucket_equals_disk_after_restart(run, base, tmp_path, monk
         write_episodes(as_path(url), 2, SimpleNamespace(rank=1), [({"seed": 1}, np.zeros((2, 3)))])
         push(as_path(url))
         forget()
-        again = resolved(base, url, **options)
-        assert train_as(again)
+        assert train_as(resolved(base, url, **options))
         push(as_path(url))
         forget()
-        again = resolved(base, url, **options)
-        pull(again.job.output_dir)
-        expected, found = (list(read_episodes(one)) for one in (run, again))
-        assert [line for line, _ in found] == [line for line, _ in expected]
-        assert all((mine == theirs).all() for (_, mine), (_, theirs) in zip(found, expected, strict=True))
-        losses = [[json.loads(line)["loss"] for line in read_lines(one.job.output_dir / "metrics.jsonl")[1:]]
-                  for one in (run, again)]  # fmt: skip
-        assert losses[0] == losses[1] and len(losses[0]) == 3
+        in_bucket = resolved(base, url, **options)
+        pull(in_bucket.job.output_dir)
+        expected, actual = (list(read_episodes(each)) for each in (run, in_bucket))
+        assert [line for line, _ in actual] == [line for line, _ in expected]
+        assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(actual, expected, strict=True))
+        assert losses(in_bucket) == losses(run) and len(losses(run)) == 3
