@@ -1,4 +1,4 @@
-"""Imitation of own successes beside rows of a dataset: which rows, when, and what is computed of them."""
+"""Filtered imitation with demonstrations: rows, order and loss, against LeRobot's dataset and losses."""
 
 import json
 import shutil
@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import ray
 import torch
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from lerobot.policies.factory import make_pre_post_processors
 
-from tests.rl.test_learning import resolved, train
+from tests.rl.test_learning import equal, resolved, train
 from vla_finetuning.plan.demo import make_demo_dataset
 from vla_finetuning.rl import demonstrations, loop
 from vla_finetuning.rl.demonstrations import as_batch, split_positions, task_reader
@@ -28,22 +30,22 @@ def filtered(base, folder, root, **changes):
     return resolved(base, folder, **options | changes)
 
 
-def in_process(rows, policy, noted):
-    """In place of tasks of a cluster; notes the positions that are read."""
+def in_process(rows, policy, positions_read):
+    """Read in this process, in place of cluster tasks, and list the positions."""
     source, prepare = rows.source(), make_prepare(policy, rows)
 
     def read(micros):
         for positions in micros:
-            noted.append(positions.tolist())
+            positions_read.extend(positions.tolist())
             yield read_chunk(source, prepare, positions)
 
     return read
 
 
 def trained(run):
-    noted = []
-    with mock.patch.object(loop, "task_reader", lambda rows, policy, _: in_process(rows, policy, noted)):
-        return (*train(run), [position for micro in noted for position in micro])
+    positions = []
+    with mock.patch.object(loop, "task_reader", lambda rows, policy, _: in_process(rows, policy, positions)):
+        return (*train(run), positions)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -56,60 +58,55 @@ def test_split_positions_covers_each_row_once_with_equal_micro_batch_counts(rank
 
 
 def test_demonstration_rows_are_used_once_across_resume(base, root, tmp_path):
-    """Two iterations are one, a resume and one bit for bit; rows are those of the stream, without a gap."""
-    each = {"save_freq": 1, "grpo.eval_every": 1}
-    whole, lines, rows = trained(filtered(base, tmp_path / "whole", root, **each))
-    *_, before = trained(filtered(base, tmp_path / "parts", root, **each, **{"grpo.iterations": 1}))
-    parts, lines_in_parts, after = trained(filtered(base, tmp_path / "parts", root, **each))
+    """Two iterations equal one and a resume bit for bit; rows follow the stream without a gap."""
+    options = {"save_freq": 1, "grpo.eval_every": 1}
+    whole, lines, rows = trained(filtered(base, tmp_path / "whole", root, **options))
+    *_, before = trained(filtered(base, tmp_path / "parts", root, **options, **{"grpo.iterations": 1}))
+    resumed, lines_of_resumed, after = trained(filtered(base, tmp_path / "parts", root, **options))
     assert before + after == rows == list(range(len(rows))) and before and after
-    assert all(torch.equal(whole[name], parts[name]) for name in whole) and lines == lines_in_parts
+    assert equal(whole, resumed) and lines == lines_of_resumed
     assert [line["demonstrated"] for line in lines[1:]] == [2 * line["used"] for line in lines[1:]]  # of two passes
-    alone, *_ = train(resolved(base, tmp_path / "alone", **{"grpo.method": "filtered"}))
-    assert not all(torch.equal(whole[name], alone[name]) for name in whole)
+    without, _ = train(resolved(base, tmp_path / "without", **{"grpo.method": "filtered"}))
+    assert not equal(whole, without)
 
 
 def test_demonstration_rows_equal_lerobot_dataset_and_processors(base, root, tmp_path):
-    """LeRobot's dataset through LeRobot's processors."""
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-    from lerobot.policies.factory import make_pre_post_processors
-
     run = filtered(base, tmp_path / "run", root)
     source, prepare = run.demonstrations.source(), make_prepare(run.policy, run.demonstrations)
     (rows,) = source.read_rows([3, 90, 5], 3)
-    found = as_batch(read_chunk(source, prepare, np.array([3, 90, 5])))
+    actual = as_batch(read_chunk(source, prepare, np.array([3, 90, 5])))
     seconds = [i / 10 for i in range(10)]
     dataset = LeRobotDataset("local/t", root=root, video_backend="pyav", delta_timestamps={"action": seconds})
-    batch = torch.utils.data.default_collate([dataset[int(index)] for index in rows["index"]])
     pre, _ = make_pre_post_processors(run.policy.config, pretrained_path=str(base))
-    expected = pre(batch)
+    expected = pre(torch.utils.data.default_collate([dataset[int(index)] for index in rows["index"]]))
     for key in ("action", "observation.language.tokens", "observation.language.attention_mask"):
-        torch.testing.assert_close(found[key], expected[key])
-    assert not found["action_is_pad"].any()
+        torch.testing.assert_close(actual[key], expected[key])
+    assert not actual["action_is_pad"].any()
 
 
 def test_rollouts_and_demonstrations_contribute_equally_to_loss(base, root, tmp_path):
-    """By LeRobot's losses in the only update: an own row's is the mean over its four executed steps of ten."""
+    """By LeRobot's losses in the only update; a rollout's is the mean over its four executed steps of ten."""
     changes = {"policy.n_action_steps": 4, "grpo.iterations": 1, "grpo.epochs": 1, "grpo.minibatch": 1000}
     run = filtered(base, tmp_path / "run", root, **changes)
-    seen, forward, policy = [], FilteredImitation.forward, run.policy.start()
+    micros, forward, policy = [], FilteredImitation.forward, run.policy.start()
 
-    def noted(self, batch, *rest):
-        found = forward(self, batch, *rest)
-        seen.append((self.loss.images(batch), float(found.detach())))
-        return found
+    def record(self, batch, *rest):
+        loss = forward(self, batch, *rest)
+        micros.append((self.loss.images(batch), float(loss.detach())))
+        return loss
 
-    with mock.patch.object(FilteredImitation, "forward", noted):
+    with mock.patch.object(FilteredImitation, "forward", record):
         _, lines, _ = trained(run)
     rows, total = {4: 0, 10: 0}, 0.0
-    for batch, found in seen:
+    for batch, loss in micros:
         images, masks = policy._preprocess_images(batch)
         language = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
         actions = policy.prepare_action(batch)
         with torch.no_grad():
             losses = policy.model.forward(images, masks, *language, actions, batch["noise"], batch["time"])
         steps = 4 if batch["action_is_pad"].any() else 10
-        expected = sum(float(one[:steps, :3].mean()) for one in losses)
-        assert found == pytest.approx(expected, rel=1e-4)
+        expected = sum(float(row[:steps, :3].mean()) for row in losses)
+        assert loss == pytest.approx(expected, rel=1e-4)
         rows[steps] += len(losses)
         total += expected
     assert rows == {4: lines[1]["used"], 10: lines[1]["used"]} and lines[1]["updates"] == 1
@@ -150,15 +147,15 @@ def test_task_reader_reads_two_micro_batches_ahead(monkeypatch):
 @pytest.mark.ray
 @pytest.mark.gate
 def test_read_tasks_run_when_all_cluster_cpus_are_reserved(base, root, tmp_path, ray_cluster):
-    """As simulators hold them, which wait meanwhile."""
+    """As by simulators, which wait meanwhile."""
     run = filtered(base, tmp_path / "run", root)
     source, prepare = run.demonstrations.source(), make_prepare(run.policy, run.demonstrations)
-    holder = ray.util.placement_group([{"CPU": ray.available_resources()["CPU"]}])
-    ray.get(holder.ready(), timeout=60)
+    reservation = ray.util.placement_group([{"CPU": ray.available_resources()["CPU"]}])
+    ray.get(reservation.ready(), timeout=60)
     try:
-        micros = [np.array(own) for own in ([7, 2], [11], [0], [1])]
-        for positions, found in zip(micros, task_reader(run.demonstrations, run.policy, 120.0)(micros), strict=True):
+        micros = [np.array(positions) for positions in ([7, 2], [11], [0], [1])]
+        for positions, rows in zip(micros, task_reader(run.demonstrations, run.policy, 120.0)(micros), strict=True):
             expected = read_chunk(source, prepare, positions)
-            assert all(np.array_equal(found[key], expected[key]) for key in expected)
+            assert all(np.array_equal(rows[key], expected[key]) for key in expected)
     finally:
-        ray.util.remove_placement_group(holder)
+        ray.util.remove_placement_group(reservation)

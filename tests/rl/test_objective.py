@@ -1,4 +1,4 @@
-"""What is learned from how episodes went: advantages, the clipped loss, and its gradient."""
+"""Objectives: advantages, losses and gradients, against torch, numpy and REINFORCE."""
 
 import copy
 from types import SimpleNamespace
@@ -31,30 +31,29 @@ def used_by(objective, returns, success=None):
 def test_advantages_and_used_episodes_per_group(loss):
     returns = torch.tensor([[1.0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]])
     objective = GRPO(loss, SDE, GrpoOptions())
-    worth, used = objective.advantages(returns), used_by(objective, returns)
+    advantages, used = objective.advantages(returns), used_by(objective, returns)
     expected = (returns - returns.mean(1, keepdim=True)) / (returns.std(1, keepdim=True) + 1e-6)
-    torch.testing.assert_close(worth, expected)
-    assert used.any(1).tolist() == [True, False, False, True] and worth[1:3].abs().max() == 0
+    torch.testing.assert_close(advantages, expected)
+    assert used.any(1).tolist() == [True, False, False, True] and advantages[1:3].abs().max() == 0
     plain = GRPO(loss, SDE, GrpoOptions(normalise=False)).advantages(returns)
     torch.testing.assert_close(plain, returns - returns.mean(1, keepdim=True))
     # Imitation is of successes, also where rewards are costs or every step earns some.
     filtered = make_objective(loss, GrpoOptions(method="filtered", reward="return"))
     assert torch.equal(used_by(filtered, returns - 0.5, returns), returns == 1)
-    # An episode that could not be played is left out of its group, which may have nothing left to tell apart.
-    failed = torch.tensor(
-        [[1.0, torch.nan, 0, 1], [1, 0, 1, 1], [torch.nan, torch.nan, torch.nan, 1], [1, 1, torch.nan, 1]]
-    )
-    worth, used = objective.advantages(failed), used_by(objective, failed)
-    three, four = np.array([1.0, 0, 1]), np.array([1.0, 0, 1, 1])
-    expected = [(group - group.mean()) / (group.std(ddof=1) + 1e-6) for group in (three, four)]
-    torch.testing.assert_close(worth[0, [0, 2, 3]].double(), torch.from_numpy(expected[0]))
-    torch.testing.assert_close(worth[1].double(), torch.from_numpy(expected[1]))
+    # A failed episode is left out of its group, which may then have no difference left.
+    nan = torch.nan
+    failed = torch.tensor([[1.0, nan, 0, 1], [1, 0, 1, 1], [nan, nan, nan, 1], [1, 1, nan, 1]])
+    advantages, used = objective.advantages(failed), used_by(objective, failed)
+    for row, played in ((0, [0, 2, 3]), (1, [0, 1, 2, 3])):
+        group = failed[row, played].double().numpy()
+        expected = torch.from_numpy((group - group.mean()) / (group.std(ddof=1) + 1e-6))
+        torch.testing.assert_close(advantages[row, played].double(), expected)
     assert used.tolist() == [[True, False, True, True], [True] * 4, [False] * 4, [False] * 4]
-    assert not worth[~used].any() and equal_returns(failed).tolist() == [False, False, True, True]
+    assert not advantages[~used].any() and equal_returns(failed).tolist() == [False, False, True, True]
     assert used_by(filtered, failed, failed).sum() == 2 + 3 + 1 + 3
-    assert torch.equal(used_by(PPO(loss, SDE, GrpoOptions(method="ppo")), failed), failed.isfinite())
-    # A critic compares decisions: of all episodes, unless none was worth anything.
+    # A critic compares decisions of all episodes, unless all rewards are zero.
     ppo = PPO(loss, SDE, GrpoOptions(method="ppo"))
+    assert torch.equal(used_by(ppo, failed), failed.isfinite())
     assert used_by(ppo, returns).all() and used_by(ppo, returns).shape == returns.shape
     assert not used_by(ppo, 0 * returns).any() and used_by(ppo, -returns).all()
 
@@ -76,8 +75,8 @@ def micro_batch(loss, rows=6, *, advantage=None, seed=0):
     with torch.no_grad():
         old = score(loss, batch, SDE, walk)[0]
     advantage = torch.linspace(-1.5, 1, rows) if advantage is None else advantage
-    own = {"weight": torch.ones(rows), "advantage": advantage, "old": old, "action": chunk}
-    return batch | {"x": walk.x, "after": walk.after, "step_numbers": walk.step_numbers} | own
+    columns = {"weight": torch.ones(rows), "advantage": advantage, "old": old, "action": chunk}
+    return batch | {"x": walk.x, "after": walk.after, "step_numbers": walk.step_numbers} | columns
 
 
 def gradients(objective, batch):
@@ -87,23 +86,22 @@ def gradients(objective, batch):
     return value.detach(), {n: p.grad for n, p in objective.loss.named_parameters() if p.grad is not None}, objective
 
 
-def close(found, expected, tolerance=1e-5):
-    assert found.keys() == expected.keys()
+def close(actual, expected, tolerance=1e-5):
+    assert actual.keys() == expected.keys()
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], atol=tolerance * largest, rtol=1e-3)
+        torch.testing.assert_close(actual[name], expected[name], atol=tolerance * largest, rtol=1e-3)
 
 
 def test_first_ratio_is_one_and_gradient_equals_reinforce(loss):
     batch = micro_batch(loss)
-    objective = make_objective(loss, GrpoOptions())
-    value, found, after = gradients(objective, batch)
-    means = sum_means(after.sums)
+    value, actual, objective = gradients(make_objective(loss, GrpoOptions()), batch)
+    means = sum_means(objective.sums)
     assert means["ratio_off"] == means["kl"] == means["clipped"] == 0.0
     torch.testing.assert_close(value, -batch["advantage"].sum())
     plain = copy.deepcopy(loss)
     (-batch["advantage"][:, None] * score(plain, batch, SDE, walk_of(batch))[0]).mean(1).sum().backward()
-    close(found, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+    close(actual, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
 
 
 def walk_of(batch):
@@ -112,7 +110,6 @@ def walk_of(batch):
 
 @pytest.mark.parametrize("method", ["grpo", "filtered"])
 def test_rows_of_weight_zero_have_no_effect(loss, method):
-    """Whatever is in them, and in no objective."""
     objective = make_objective(loss, GrpoOptions(method=method, kl=0.1 if method == "grpo" else 0.0))
     batch = micro_batch(loss)
     generator = torch.Generator().manual_seed(3)
@@ -120,13 +117,13 @@ def test_rows_of_weight_zero_have_no_effect(loss, method):
     batch["time"] = torch.rand(6, generator=generator)
     batch["start_mean"] = batch["after"] + 0.1
     batch["action_is_pad"] = torch.zeros(batch["noise"].shape[:2], dtype=torch.bool)
-    value, expected, alone = gradients(objective, {key: v[:4] for key, v in batch.items()})
-    filled = {**batch, "weight": torch.tensor([1.0, 1, 1, 1, 0, 0])}
-    filled["old"] = torch.cat([batch["old"][:4], torch.full_like(batch["old"][4:], -1e4)])
-    more, found, after = gradients(objective, filled)
-    torch.testing.assert_close(more, value, atol=1e-4, rtol=1e-5)
-    close(found, expected)
-    np.testing.assert_allclose(list(sum_means(after.sums).values()), list(sum_means(alone.sums).values()), atol=2e-3)
+    value, expected, plain = gradients(objective, {key: v[:4] for key, v in batch.items()})
+    padded = {**batch, "weight": torch.tensor([1.0, 1, 1, 1, 0, 0])}
+    padded["old"] = torch.cat([batch["old"][:4], torch.full_like(batch["old"][4:], -1e4)])
+    padded_value, actual, after = gradients(objective, padded)
+    torch.testing.assert_close(padded_value, value, atol=1e-4, rtol=1e-5)
+    close(actual, expected)
+    np.testing.assert_allclose(list(sum_means(after.sums).values()), list(sum_means(plain.sums).values()), atol=2e-3)
 
 
 def test_kl_to_start_policy_equals_torch_normal_kl(loss):
@@ -138,8 +135,8 @@ def test_kl_to_start_policy_equals_torch_normal_kl(loss):
     deviation = std[:, :, None, None].expand_as(mean)
     normals = (torch.distributions.Normal(m, deviation) for m in (mean, start))
     expected = torch.distributions.kl_divergence(*normals).sum((2, 3)).mean(1).sum()
-    found = make_objective(loss, GrpoOptions(kl=0.5))({**batch, "start_mean": start})
-    torch.testing.assert_close(found, 0.5 * expected, rtol=1e-4, atol=1e-5)
+    divergence = make_objective(loss, GrpoOptions(kl=0.5))({**batch, "start_mean": start})
+    torch.testing.assert_close(divergence, 0.5 * expected, rtol=1e-4, atol=1e-5)
 
 
 # ---- the critic of ppo ----------------------------------------------------------------------------------------------
@@ -149,16 +146,13 @@ def test_gae_equals_sum_of_discounted_td_errors():
     """As in the definition, where ours goes backwards once (Schulman et al., equation 16)."""
     rng = np.random.default_rng(0)
     rewards, values = rng.normal(size=7).tolist(), rng.normal(size=7).tolist()
-    found, targets = advantages_and_targets(rewards, values, 0.9, 0.8)
-    errors = [r + 0.9 * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=True)]
-    expected = [sum(0.72 ** (k - t) * errors[k] for k in range(t, 7)) for t in range(7)]
-    np.testing.assert_allclose(found, expected)
-    np.testing.assert_allclose(targets, np.add(expected, values))
+    for after in (0.0, 2.5):
+        errors = [r + 0.9 * later - v for r, v, later in zip(rewards, values, [*values[1:], after], strict=True)]
+        expected = [sum(0.72 ** (k - t) * errors[k] for k in range(t, 7)) for t in range(7)]
+        advantages, targets = advantages_and_targets(rewards, values, 0.9, 0.8, after=after)
+        np.testing.assert_allclose(advantages, expected)
+        np.testing.assert_allclose(targets, np.add(expected, values))
     assert advantages_and_targets([], [], 0.9, 0.8) == ([], [])
-    # What is worth more after the last decision is one more value that follows.
-    errors[-1] += 0.9 * 2.5
-    expected = [sum(0.72 ** (k - t) * errors[k] for k in range(t, 7)) for t in range(7)]
-    np.testing.assert_allclose(advantages_and_targets(rewards, values, 0.9, 0.8, after=2.5)[0], expected)
 
 
 def test_value_head_equals_plain_attention_without_policy_gradient(loss):
@@ -166,20 +160,18 @@ def test_value_head_equals_plain_attention_without_policy_gradient(loss):
     head = make_value_head(loss.value_layers(), seed=3, outputs=2)
     with torch.no_grad():
         head.output.weight.normal_()
-    prefix = loss.prefix(loss.images(batch))
-    found = head(*loss.value_inputs(prefix))
-    assert found.shape == (4, 2) and found.dtype == torch.float32
-    # By hand, one row, head and layer after the other.
-    keys_values, bias = loss.value_inputs(prefix)
-    for row in range(4):
+    keys_values, bias = loss.value_inputs(loss.prefix(loss.images(batch)))
+    values = head(keys_values, bias)
+    assert values.shape == (4, 2) and values.dtype == torch.float32
+    for row in range(4):  # one row, head and layer after the other
         read = []
         for query, (key, value) in zip(head.queries, keys_values, strict=True):
             for number in range(len(query)):
                 scores = key[row, number] @ query[number, 0] / query.shape[-1] ** 0.5 + bias[row, 0, 0]
                 read.append(scores.softmax(0) @ value[row, number])
         hidden = torch.nn.functional.silu(head.hidden(head.norm(torch.cat(read))))
-        torch.testing.assert_close(head.output(hidden), found[row], atol=1e-5, rtol=1e-4)
-    found.sum().backward()
+        torch.testing.assert_close(head.output(hidden), values[row], atol=1e-5, rtol=1e-4)
+    values.sum().backward()
     assert all(parameter.grad is None for parameter in loss.parameters())
     assert all(parameter.grad is not None for parameter in head.parameters())
     state = torch.get_rng_state()
@@ -190,8 +182,8 @@ def test_value_head_equals_plain_attention_without_policy_gradient(loss):
 def test_ppo_policy_gradient_equals_grpo_for_equal_advantages(loss):
     batch = micro_batch(loss)
     batch |= {"value": torch.zeros(6), "target": torch.linspace(0, 1, 6)}
-    both = {name: make_objective(loss, GrpoOptions(method=name)) for name in ("grpo", "ppo")}
-    found = {name: gradients(objective, batch) for name, objective in both.items()}
-    close(found["ppo"][1], found["grpo"][1])
-    critic = found["ppo"][2].critic
-    assert critic.output.bias.grad.abs().max() > 0 and found["ppo"][0] > found["grpo"][0]
+    (grpo_value, expected, _), (ppo_value, actual, ppo) = (
+        gradients(make_objective(loss, GrpoOptions(method=method)), batch) for method in ("grpo", "ppo")
+    )
+    close(actual, expected)
+    assert ppo.critic.output.bias.grad.abs().max() > 0 and ppo_value > grpo_value

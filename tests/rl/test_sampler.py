@@ -1,4 +1,4 @@
-"""The random sampler: its densities are PyTorch's, its walk without noise is LeRobot's, its marginals are the same."""
+"""The random sampler, against PyTorch's densities and LeRobot's sampler."""
 
 import copy
 from unittest import mock
@@ -27,31 +27,31 @@ def draw(sde, loss, rows, seed=0):
 
 @pytest.mark.parametrize("one", [False, True])
 def test_scores_equal_torch_normal_density_of_lerobot_velocity(loss, one):
-    """Mean and deviation of every recorded step, from LeRobot's own velocity at the recorded point."""
+    """Mean and deviation of every recorded step, and the drawn actions themselves."""
     sde, batch = FlowSDE(5, 0.6, one), inputs(loss)
     draws = draw(sde, loss, 6)
     chunk, walk = sample(loss, batch, sde, draws)
-    found, _, _ = score(loss, batch, sde, walk)
-    assert found.shape == (6, 1 if one else 5)
+    scores, _, _ = score(loss, batch, sde, walk)
+    assert scores.shape == (6, 1 if one else 5)
     images, masks = loss.policy._preprocess_images(loss.images(batch))
     model = loss.policy.model
-    for nth, number in enumerate(walk.step_numbers[0].tolist() if not one else [None]):
-        t = torch.tensor([1.0 - (n if number is None else number) / 5 for n in walk.step_numbers[:, nth].tolist()])
+    language = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
+    for nth in range(scores.shape[1]):
+        numbers = walk.step_numbers[:, nth]
+        t = 1 - numbers / 5
         with torch.no_grad():
-            language = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
             embedded = model.embed_prefix(images, masks, *language)
             velocity = lerobots_velocity(model, embedded, walk.x[:, nth], t)[..., :ACTION_DIM]
         x = walk.x[:, nth, :, :ACTION_DIM]
         now = t[:, None, None]
         sigma = 0.6 * (now / (1 - torch.where(now == 1, torch.tensor(0.8), now))).sqrt()
         mean = x - 0.2 * velocity - sigma**2 * 0.2 / (2 * now) * (x + (1 - now) * velocity)
-        normal = torch.distributions.Normal(mean, sigma * 0.2**0.5)
-        torch.testing.assert_close(found[:, nth], normal.log_prob(walk.after[:, nth]).sum((1, 2)), atol=2e-3, rtol=1e-4)
-        # And what was drawn is that mean and deviation with the numbers that were to be drawn.
-        noise = draws.noise[torch.arange(6), walk.step_numbers[:, nth]]
-        torch.testing.assert_close(walk.after[:, nth], mean + sigma * 0.2**0.5 * noise, atol=1e-4, rtol=1e-4)
+        density = torch.distributions.Normal(mean, sigma * 0.2**0.5).log_prob(walk.after[:, nth]).sum((1, 2))
+        torch.testing.assert_close(scores[:, nth], density, atol=2e-3, rtol=1e-4)
+        drawn = mean + sigma * 0.2**0.5 * draws.noise[torch.arange(6), numbers]
+        torch.testing.assert_close(walk.after[:, nth], drawn, atol=1e-4, rtol=1e-4)
     if not one:
-        torch.testing.assert_close(chunk, walk.after[:, -1], atol=0, rtol=0)
+        assert torch.equal(chunk, walk.after[:, -1])
 
 
 def lerobots_velocity(model, embedded, x, t):
@@ -71,11 +71,11 @@ def test_sampler_without_noise_equals_lerobot(loss, monkeypatch):
     steps = 10
     monkeypatch.setattr(loss.policy.config, "num_inference_steps", steps)
     batch, draws = inputs(loss), draw(SDE, loss, 6)
-    theirs = loss.policy.predict_action_chunk(loss.images(batch), noise=draws.start)
-    torch.testing.assert_close(continue_chunk(loss, batch, draws.start), theirs, atol=2e-6, rtol=1e-5)
-    still = FlowSDE(steps, 0.0)
-    chunk, _ = sample(loss, batch, still, draw(still, loss, 6)._replace(start=draws.start))
-    torch.testing.assert_close(chunk, theirs, atol=5e-6, rtol=1e-5)
+    expected = loss.policy.predict_action_chunk(loss.images(batch), noise=draws.start)
+    torch.testing.assert_close(continue_chunk(loss, batch, draws.start), expected, atol=2e-6, rtol=1e-5)
+    ode = FlowSDE(steps, 0.0)
+    chunk, _ = sample(loss, batch, ode, draw(ode, loss, 6)._replace(start=draws.start))
+    torch.testing.assert_close(chunk, expected, atol=5e-6, rtol=1e-5)
 
 
 class Mixture(torch.nn.Module):
@@ -98,72 +98,67 @@ class Mixture(torch.nn.Module):
         return noise - data
 
 
-@pytest.mark.parametrize(("level", "one"), [(0.6, False), (0.6, True)])
-def test_sde_marginals_equal_ode_marginals(level, one):
-    """For a distribution whose velocity is known exactly; in many steps, as both are discretised."""
+@pytest.mark.parametrize("one", [False, True])
+def test_sde_marginals_equal_ode_marginals(one):
+    """For a velocity that is known exactly; in many steps, as both are discretised."""
     rows, steps, width = 4000, 60, 3
-    sde = FlowSDE(steps, level, one)
+    sde = FlowSDE(steps, 0.6, one)
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(rows, 1, width, generator=generator)
     noise = torch.randn(rows, steps, 1, width, generator=generator)
-    which = torch.randint(steps, (rows, 1), generator=generator) if one else torch.arange(steps).expand(rows, -1)
+    numbers = torch.randint(steps, (rows, 1), generator=generator) if one else torch.arange(steps).expand(rows, -1)
     network = Mixture()
-    walked, _ = sample(network, {}, sde, Draws(start, noise, which))
+    sampled, _ = sample(network, {}, sde, Draws(start, noise, numbers))
     x = torch.randn(rows, 1, width, generator=generator)
     for number in range(steps):
         time = torch.full((rows,), 1 - number / steps)
         x = x - network.velocity(x, time, None) / steps
-    assert apart(walked, x) < 0.05
-
-
-def apart(a, b):
-    """How far two samples' distributions are apart, the largest difference of their quantiles (away from the gap)."""
-    levels = torch.tensor([0.02, 0.1, 0.25, 0.4, 0.6, 0.75, 0.9, 0.98])
-    return float((a.flatten().quantile(levels) - b.flatten().quantile(levels)).abs().max())
+    levels = torch.tensor([0.02, 0.1, 0.25, 0.4, 0.6, 0.75, 0.9, 0.98])  # away from the gap
+    difference = sampled.flatten().quantile(levels) - x.flatten().quantile(levels)
+    assert difference.abs().max() < 0.05
 
 
 def test_score_gradient_of_all_steps_equals_sum_over_single_steps(loss):
-    """All steps of a decision in one suffix over one prefix, as against each by itself."""
+    """All steps of a decision share one suffix over one prefix."""
     batch, draws = inputs(loss), draw(SDE, loss, 6)
     _, walk = sample(loss, batch, SDE, draws)
-    together, apart_ = copy.deepcopy(loss), copy.deepcopy(loss)
+    together, separate = copy.deepcopy(loss), copy.deepcopy(loss)
     score(together, batch, SDE, walk)[0].sum().backward()
     for number in range(SDE.steps):
-        one = Walk(*(kept[:, number : number + 1] for kept in walk))
-        score(apart_, batch, SDE, one)[0].sum().backward()
-    expected = {name: p.grad for name, p in apart_.named_parameters() if p.grad is not None}
+        step = Walk(*(tensor[:, number : number + 1] for tensor in walk))
+        score(separate, batch, SDE, step)[0].sum().backward()
+    expected = {name: p.grad for name, p in separate.named_parameters() if p.grad is not None}
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    for name, found in together.named_parameters():
+    for name, parameter in together.named_parameters():
         if name in expected:
-            torch.testing.assert_close(found.grad, expected[name], atol=1e-5 * largest, rtol=1e-3)
+            torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5 * largest, rtol=1e-3)
 
 
 def test_only_executed_actions_are_scored(loss, executed=2):
-    """Their density is torch's, of the same means as the whole chunk's; what else is predicted has no gradient."""
+    """Their density is torch's, of the whole chunk's means; other predicted actions have no gradient."""
     batch, draws = inputs(loss), draw(SDE, loss, 6)
     _, walk = sample(loss, batch, SDE, draws)
     _, means, stds = score(loss, batch, SDE, walk)  # of whole chunks
     velocities = []
 
-    def kept(*arguments):
+    def retaining(*arguments):
         velocities.append(velocity(*arguments))
         velocities[-1].retain_grad()
         return velocities[-1]
 
     velocity = loss.velocity
-    with mock.patch.object(loss, "velocity", kept):
-        found, mean, _ = score(loss, batch, SDE, walk.executed(executed))
+    with mock.patch.object(loss, "velocity", retaining):
+        scores, mean, _ = score(loss, batch, SDE, walk.executed(executed))
     normal = torch.distributions.Normal(means[:, :, :executed], stds[:, :, None, None])
     expected = normal.log_prob(walk.after[:, :, :executed]).sum((2, 3))
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(scores, expected, atol=1e-3, rtol=1e-4)
     assert mean.shape == (6, 5, executed, ACTION_DIM)
-    found.sum().backward()
+    scores.sum().backward()
     gradient = velocities[0].grad.abs().amax(0)
     assert gradient[:executed, :ACTION_DIM].min() > 0
     assert gradient[executed:].sum() == 0 and gradient[:, ACTION_DIM:].sum() == 0
-    # What is not executed may end anywhere.
-    elsewhere = walk.after.clone()
-    elsewhere[:, :, executed:] += 100.0
-    again, _, _ = score(loss, batch, SDE, walk._replace(after=elsewhere).executed(executed))
-    assert torch.equal(again, found)
+    # Actions that are not executed do not change the score.
+    changed = walk.after.clone()
+    changed[:, :, executed:] += 100.0
+    assert torch.equal(score(loss, batch, SDE, walk._replace(after=changed).executed(executed))[0], scores)
     loss.zero_grad()
