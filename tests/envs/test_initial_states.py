@@ -30,14 +30,14 @@ def test_training_and_evaluation_use_disjoint_initial_states():
     assert sorted(number % COUNT for number in numbers) == sorted(list(range(40, 50)) * 10)
     assert len(set(numbers)) == 100  # and so each with noise of its own
     all_of_them = InitialStates(3)
-    for own in (all_of_them.trained, all_of_them.evaluated):
-        assert [all_of_them.number(own, nth) for nth in range(7)] == [*range(7)]
+    for subset in (all_of_them.trained, all_of_them.evaluated):
+        assert [all_of_them.number(subset, nth) for nth in range(7)] == [*range(7)]
 
 
 def test_initial_states_are_counted_per_task():
-    with mock.patch.object(several, "Started", wraps=several.Started) as made:
+    with mock.patch.object(several, "Started", wraps=several.Started) as constructor:
         assert initial_state_counts(several.SeveralConfig()) == dict.fromkeys(["near/0", "near/1", "far/0"], 3)
-    assert made.call_count == 3  # an environment may take a minute
+    assert constructor.call_count == 3  # an environment may take a minute
     assert initial_state_counts(env_config("two_bins")) == {}  # drawn from the seed
     assert initial_state_counts(env_config("metaworld")) == {}  # without making its environments
 

@@ -30,50 +30,50 @@ TEN = "reach-v3,push-v3,pick-place-v3,door-open-v3,drawer-open-v3,button-press-t
 def test_metaworld_states_and_images_match_lerobot():
     from lerobot.envs.metaworld import MetaworldEnv
 
-    def played(env):
+    def rollout(env):
         """What is seen and given in the first steps from some seeds."""
-        seen_values, actions = [], np.random.default_rng(0).uniform(-1, 1, (3, 3, 4)).astype(np.float32)
-        for seed, some in zip((5, 3, 5), actions, strict=True):
-            seen, _ = env.reset(seed=seed)
-            for action in some:
-                seen_values += [seen["pixels"], seen["agent_pos"]]
+        values, actions = [], np.random.default_rng(0).uniform(-1, 1, (3, 3, 4)).astype(np.float32)
+        for seed, chunk in zip((5, 3, 5), actions, strict=True):
+            observation, _ = env.reset(seed=seed)
+            for action in chunk:
+                values += [observation["pixels"], observation["agent_pos"]]
                 other.step(action)
-                seen, reward, *_ = env.step(action)
-                seen_values.append(reward)
-        return seen_values
+                observation, reward, *_ = env.step(action)
+                values.append(reward)
+        return values
 
     # An environment of another task draws in between: each has a context of its own, which LeRobot's have not.
     with gymnasium.make(GYM_ID, task="drawer-open-v3") as other, gymnasium.make(GYM_ID, task="push-v3") as ours:
         other.reset(seed=1)
-        found = played(ours)
+        actual = rollout(ours)
         hashes = [ours.reset(seed=seed) and ours.unwrapped.state_hash() for seed in (5, 3, 5)]
         assert hashes[0] == hashes[2] != hashes[1]
         other.unwrapped.rendering = False
-        theirs = MetaworldEnv("push-v3", obs_type="pixels_agent_pos")
-        expected = played(theirs)
-        theirs.close()
-    for one, another in zip(found, expected, strict=True):
-        if np.ndim(one) == 3:  # gymnasium's viewer and MuJoCo's own renderer round a few values otherwise
-            differ = np.abs(one.astype(int) - another)
-            assert differ.max() <= 1 and np.count_nonzero(differ) < 1e-4 * differ.size
+        lerobot_env = MetaworldEnv("push-v3", obs_type="pixels_agent_pos")
+        expected = rollout(lerobot_env)
+        lerobot_env.close()
+    for value, reference in zip(actual, expected, strict=True):
+        if np.ndim(value) == 3:  # gymnasium's viewer and MuJoCo's own renderer round a few values otherwise
+            difference = np.abs(value.astype(int) - reference)
+            assert difference.max() <= 1 and np.count_nonzero(difference) < 1e-4 * difference.size
         else:
-            np.testing.assert_array_equal(one, another)
+            np.testing.assert_array_equal(value, reference)
 
 
 def test_image_size_quality_and_rendering_follow_options():
-    pictures = {}
+    images = {}
     for quality in ("full", "fast"):
         with gymnasium.make(GYM_ID, task="reach-v3", image_size=(48, 64), quality=quality) as env:
-            seen, _ = env.reset(seed=0)
-            assert env.observation_space.contains(seen) and seen["pixels"].std() > 10
-            pictures[quality] = seen["pixels"].astype(int)
+            observation, _ = env.reset(seed=0)
+            assert env.observation_space.contains(observation) and observation["pixels"].std() > 10
+            images[quality] = observation["pixels"].astype(int)
             assert env.unwrapped.rendering_s > 0
             env.unwrapped.rendering, env.unwrapped.rendering_s = False, 0.0
-            seen, *_ = env.step(np.zeros(4, np.float32))
-            assert not seen["pixels"].any() and env.unwrapped.rendering_s == 0.0 and env.render().any()
+            observation, *_ = env.step(np.zeros(4, np.float32))
+            assert not observation["pixels"].any() and env.unwrapped.rendering_s == 0.0 and env.render().any()
             with pytest.raises(ValueError, match="four finite numbers"):
                 env.step(np.full(4, np.nan))
-    assert 0 < np.abs(pictures["full"] - pictures["fast"]).mean() < 40  # shadows
+    assert 0 < np.abs(images["full"] - images["fast"]).mean() < 40  # shadows
 
 
 # ---- its experts in the engine --------------------------------------------------------------------------------------
@@ -90,8 +90,8 @@ class Experts:
     def load(self, threads, other=None):
         experts = {task: policies.ENV_POLICY_MAP[task]() for task in self.tasks}
 
-        def act(seen, _, keys, *late):
-            rows = zip(keys, seen["environment_state"], strict=True)
+        def act(observation, _, keys, *late):
+            rows = zip(keys, observation["environment_state"], strict=True)
             actions = np.clip([[experts[key[1]].get_action(state)] for key, state in rows], -1, 1)
             return list(map(Acted, actions.astype(np.float32)))
 
@@ -104,7 +104,7 @@ def plain_loop(task, seeds):
     env = benchmark.train_classes[task]()
     env.set_task(benchmark.train_tasks[0])
     env._freeze_rand_vec, env.seeded_rand_vec = False, True
-    found = {}
+    outcomes = {}
     for seed in seeds:
         env.seed(seed)
         state, _ = env.reset(seed=seed)
@@ -112,9 +112,9 @@ def plain_loop(task, seeds):
         while not success and step < EPISODE_LENGTH:
             state, _, _, _, info = env.step(np.clip(policy.get_action(state), -1, 1).astype(np.float32))
             success, step = bool(info["success"]), step + 1
-        found[task, seed] = success, step
+        outcomes[task, seed] = success, step
     env.close()
-    return found
+    return outcomes
 
 
 @pytest.mark.ray
@@ -137,14 +137,14 @@ def test_expert_episodes_match_plain_loop(ray_cluster, tasks, seeds):
 
 # ---- its experts in datasets ----------------------------------------------------------------------------------------
 
-DRAWN = ["--env.image_size=[48,64]", "--env.render_quality=fast"]
+RENDERING = ["--env.image_size=[48,64]", "--env.render_quality=fast"]
 
 
 @pytest.mark.ray
 def test_recorded_actions_solve_the_task_when_replayed(ray_cluster, tmp_path, capsys):
     """Pushing takes longer than the episodes here may: its expert fails, which is said, and left out."""
     root, flags = tmp_path / "data", ["--env.type=metaworld", "--env.task=reach-v3,push-v3", "--env.episode_length=52"]
-    assert record.main([*flags, DRAWN[0], "--episodes=3", f"--root={root}"]) == 0
+    assert record.main([*flags, RENDERING[0], "--episodes=3", f"--root={root}"]) == 0
     out = capsys.readouterr().out
     assert "3 of 3  reach-v3" in out and "0 of 3  push-v3; its expert failed from 3, which are left out" in out
     about = json.loads((root / "meta" / "environment.json").read_text())
@@ -155,14 +155,14 @@ def test_recorded_actions_solve_the_task_when_replayed(ray_cluster, tmp_path, ca
     dataset = LeRobotDataset("recorded/metaworld", root=root, video_backend="pyav")
     assert (dataset.meta.total_episodes, dataset.fps) == (3, 80)
     assert list(dataset.meta.tasks.index) == ["Reach a goal position"]
-    make = task_makers(env_config("metaworld", ["--task=reach-v3", *(flag.replace("env.", "") for flag in DRAWN)]))
+    make = task_makers(env_config("metaworld", ["--task=reach-v3", *(flag.replace("env.", "") for flag in RENDERING)]))
     with make["reach-v3"]() as env:
         for episode in range(3):
-            seen, _ = env.reset(seed=100000 + episode)
+            observation, _ = env.reset(seed=100000 + episode)
             first, last = (int(dataset.meta.episodes[f"dataset_{end}_index"][episode]) for end in ("from", "to"))
             for row in map(dataset.__getitem__, range(first, last)):
-                np.testing.assert_array_equal(row["observation.state"], np.float32(seen["agent_pos"]))
-                picture = row["observation.image"].permute(1, 2, 0).numpy() * 255
-                assert np.abs(picture - seen["pixels"]).mean() < 6  # what encoding leaves
-                seen, _, success, _, _ = env.step(row["action"].numpy())
+                np.testing.assert_array_equal(row["observation.state"], np.float32(observation["agent_pos"]))
+                image = row["observation.image"].permute(1, 2, 0).numpy() * 255
+                assert np.abs(image - observation["pixels"]).mean() < 6  # what encoding leaves
+                observation, _, success, _, _ = env.step(row["action"].numpy())
             assert success

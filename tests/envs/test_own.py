@@ -32,7 +32,7 @@ from vla_finetuning.rollouts.stage import Stage
 DOCS = Path(__file__).parents[2] / "docs" / "simulators.md"
 POINT = "tests.envs.point:mine/Point-v0"
 BROKEN = "tests.envs.broken_points"
-SHOWN = {
+FEATURES = {
     "observation.image": PolicyFeature(FeatureType.VISUAL, (3, 32, 32)),
     "observation.state": PolicyFeature(FeatureType.STATE, (3,)),
 }
@@ -43,11 +43,11 @@ def _another_process(monkeypatch):
     monkeypatch.setattr(contract.Contract, "_repeats", False)
 
 
-def broken(name, *options):
+def broken_makers(name, *options):
     return task_makers(env_config("gym", [f"--task={BROKEN}:broken/{name}-v0", *options]))
 
 
-def played(makers, seed=1000, action=0.0):
+def play_line(makers, seed=1000, action=0.0):
     """What becomes of an episode in which nothing is done."""
     (task,) = makers
     stage = Stage(makers, 1, step_limit_s=60)
@@ -65,15 +65,15 @@ def test_documented_environment_plays_as_in_gymnasium():
     shapes = {config.features_map[key]: feature.shape for key, feature in config.features.items()}
     assert shapes == {"action": (3,), "observation.state": (3,), "observation.image": (32, 32, 3)}
     assert longest_episode(config) == 20 and longest_episode(replace(config, episode_length=7)) == 7
-    found = played(task_makers(config), action=0.3)
+    line = play_line(task_makers(config), action=0.3)
     with gymnasium.make(POINT) as env:
         env.reset(seed=1000)
         steps, over = 0, False
         while not over:
             _, reward, terminated, truncated, info = env.step(np.full(3, 0.3))
             steps, over = steps + 1, terminated or truncated
-    assert found["instruction"] == "go to the corner"
-    assert (found["steps"], found["success_at_end"], found["info"]) == (steps, info["is_success"], info)
+    assert line["instruction"] == "go to the corner"
+    assert (line["steps"], line["success_at_end"], line["info"]) == (steps, info["is_success"], info)
     ((vector,),) = (tasks.values() for tasks in make_env(config, n_envs=1).values())  # LeRobot's own
     assert vector.call("_max_episode_steps") == (20,)
 
@@ -93,31 +93,31 @@ def test_documented_environment_plays_as_in_gymnasium():
 )
 def test_contract_violation_raises(name, message):
     with pytest.raises(ContractError, match=message):
-        played(broken(name))
+        play_line(broken_makers(name))
 
 
 @pytest.mark.parametrize(
     ("name", "message"), [("Lost", r"'agent_pos' is not finite at its reset: \[nan nan nan\]"), ("NaNReward", "nan")]
 )
 def test_non_finite_values_fail_the_episode_alone(name, message):
-    assert re.search(message, played(broken(name))["error"])
+    assert re.search(message, play_line(broken_makers(name))["error"])
 
 
 def test_environment_without_step_limit_is_refused():
     message = "has no step limit, so that an episode may never end: register it with max_episode_steps=N"
     with pytest.raises(ValueError, match=message):
-        broken("Endless")
-    assert played(broken("Endless", "--episode_length=3"))["error"] is None
+        broken_makers("Endless")
+    assert play_line(broken_makers("Endless", "--episode_length=3"))["error"] is None
     with pytest.raises(ContractError, match=message):
-        played(task_makers(env_config("unlimited_point", [f"--discover_packages_path={BROKEN}"])))
+        play_line(task_makers(env_config("unlimited_point", [f"--discover_packages_path={BROKEN}"])))
     for name, success in (("Named-v0", False), ("Unbounded-v0", True)):
-        named = [f"--task={name}", f"--discover_packages_path={BROKEN}"]
-        line = played(task_makers(env_config("unlimited_point", named)), action=1.0)
+        options = [f"--task={name}", f"--discover_packages_path={BROKEN}"]
+        line = play_line(task_makers(env_config("unlimited_point", options)), action=1.0)
         assert line["error"] is None and line["success_at_end"] is success and (line["steps"] == 4) is not success
 
 
 def test_infinite_info_value_is_written_as_json():
-    assert played(broken("Measured"))["info"] == {"is_success": False, "distance": "inf"}
+    assert play_line(broken_makers("Measured"))["info"] == {"is_success": False, "distance": "inf"}
 
 
 def test_invalid_package_or_task_is_refused(tmp_path):
@@ -162,13 +162,13 @@ def test_installed_lerobot_plugins_are_discovered(tmp_path):
     assert run.stdout.split() == ["Mine", "my_act", "my_act"], run.stderr
 
 
-IN_A_PACKAGE = [f"--env.discover_packages_path={BROKEN}", "--env.type=unlimited_point"]
+PACKAGE_FLAGS = [f"--env.discover_packages_path={BROKEN}", "--env.type=unlimited_point"]
 
 
 @pytest.mark.ray
 @pytest.mark.gate
 def test_contract_violation_raises_on_a_cluster(ray_cluster):
-    scheduler = Scheduler(broken("Silent"), stages=1, slots=1, cpus=0.5, step_limit_s=60)
+    scheduler = Scheduler(broken_makers("Silent"), stages=1, slots=1, cpus=0.5, step_limit_s=60)
     try:
         with pytest.raises(ContractError, match="never said whether it succeeded"):
             scheduler.play_here({0: Episode("plain", "gym", 0, 1000)}, lambda *_: np.zeros((1, 5, 3)))
@@ -179,15 +179,15 @@ def test_contract_violation_raises_on_a_cluster(ray_cluster):
 @pytest.fixture(scope="module")
 def tiny_base(tmp_path_factory):
     """A tiny PI0.5 that sees and does what `Point` has."""
-    return make_base(tmp_path_factory.mktemp("own") / "base", ["go to the corner"], SHOWN, **TINY)
+    return make_base(tmp_path_factory.mktemp("own") / "base", ["go to the corner"], FEATURES, **TINY)
 
 
 @pytest.mark.ray
 def test_record_and_vla_use_environment_of_discovered_package(ray_cluster, tiny_base, tmp_path, capsys):
     """What a run plays, it plays as `evaluate.py` does."""
     root, out = tmp_path / "recorded", tmp_path / "run"
-    own = [*IN_A_PACKAGE, "--env.task=Listed-v0"]
-    assert record.main([*own, "--episodes=3", f"--root={root}", "--seed=100"]) == 0
+    env_flags = [*PACKAGE_FLAGS, "--env.task=Listed-v0"]
+    assert record.main([*env_flags, "--episodes=3", f"--root={root}", "--seed=100"]) == 0
     dataset = LeRobotDataset("local/recorded", root)
     assert dataset.num_episodes == 3 and dataset.num_frames == 15
     states = [dataset[frame]["observation.state"][0].item() for frame in (0, 5, 10)]
@@ -195,18 +195,18 @@ def test_record_and_vla_use_environment_of_discovered_package(ray_cluster, tiny_
 
     flags = [f"--dataset.root={root}", f"--policy.path={tiny_base}", f"--output_dir={out}", "--train.mode=full"]
     flags += ["--steps=2", "--batch_size=2", "--save_freq=2", "--env_eval_freq=2", "--eval.n_episodes=3"]
-    assert vla.main([*flags, "--scaling.use_gpu=false", *own, "--dry_run"]) == 0
+    assert vla.main([*flags, "--scaling.use_gpu=false", *env_flags, "--dry_run"]) == 0
     assert "checkpoints play 3 episodes of each task" in capsys.readouterr().out
 
 
 def test_grpo_trains_in_custom_environment(tiny_base, tmp_path, monkeypatch):
     step, actions = Point.step, []
 
-    def noted(self, action):
+    def recording_step(self, action):
         actions.append(action)
         return step(self, action)
 
-    monkeypatch.setattr(Point, "step", noted)
+    monkeypatch.setattr(Point, "step", recording_step)
     env = {"env.type": "gym", "env.task": POINT, "env.episode_length": None}
     run = resolved(tiny_base, tmp_path / "run", **env, **{"grpo.iterations": 1})
     assert train_as(run)

@@ -45,9 +45,9 @@ def run(env, seed, colour=None):
     ended = False
     while not ended:
         action, actions = actions[0], actions[min(1, len(actions) - 1) :]
-        taken = env.step(action)
-        ended = taken[2] or taken[3]
-        yield taken
+        transition = env.step(action)
+        ended = transition[2] or transition[3]
+        yield transition
 
 
 def test_two_bins_passes_gymnasium_check_env(env):
@@ -69,36 +69,36 @@ def test_demonstrator_succeeds_only_at_the_instructed_bin(env):
 
 def test_each_of_many_instructions_describes_its_bin():
     config = env_config("two_bins", ["--many_instructions=true"])
-    sides, seen = {"left": slice(0, 48), "right": slice(48, 96)}, set()
+    sides, texts = {"left": slice(0, 48), "right": slice(48, 96)}, set()
     with gymnasium.make(two_bins.GYM_ID, **config.gym_kwargs) as env:
         for seed in range(150):
             first, _ = env.reset(seed=seed)
             bare, text = env.unwrapped, env.unwrapped.task_description
-            seen.add(text)
+            texts.add(text)
             # By what the camera sees: colour and shape of each half, and the words alone. A square fills its corners.
-            top, shown, shapes = first["pixels"]["top"], {}, {}
+            top, colours_seen, shapes = first["pixels"]["top"], {}, {}
             for side, half in sides.items():
                 covered = {name: (top[:, half] == rgb).all(2) for name, rgb in MANY_COLOURS.items()}
-                (shown[side],) = (name for name, mask in covered.items() if mask.any())
-                rows, columns = np.nonzero(covered[shown[side]])
-                shapes[side] = "square" if covered[shown[side]][rows.min(), columns.min()] else "round"
-            assert shown["left"] != shown["right"]
-            word, *others = text.removeprefix("go to the ").split()
+                (colours_seen[side],) = (name for name, mask in covered.items() if mask.any())
+                rows, columns = np.nonzero(covered[colours_seen[side]])
+                shapes[side] = "square" if covered[colours_seen[side]][rows.min(), columns.min()] else "round"
+            assert colours_seen["left"] != colours_seen["right"]
+            word, *words = text.removeprefix("go to the ").split()
             if word == "bin":  # left of the blue one
-                side = others[0]
-                assert shown[{"left": "right", "right": "left"}[side]] == others[3]
+                side = words[0]
+                assert colours_seen[{"left": "right", "right": "left"}[side]] == words[3]
             else:
-                (side,) = (s for s in sides if word in (s, shapes[s], shown[s]))
-            assert shown[side] == bare.task
+                (side,) = (s for s in sides if word in (s, shapes[s], colours_seen[s]))
+            assert colours_seen[side] == bare.task
             assert bare.subtask == f"move to the {bare.task} bin"
             if seed < 6:
-                said = [bare.subtask for *_, info in run(env, seed) if not info["is_success"]]
-                assert set(said[:-2]) == {f"move to the {bare.task} bin", f"stay over the {bare.task} bin"}
+                subtasks = [bare.subtask for *_, info in run(env, seed) if not info["is_success"]]
+                assert set(subtasks[:-2]) == {f"move to the {bare.task} bin", f"stay over the {bare.task} bin"}
                 assert [*run(env, seed)][-1][4]["is_success"]
     colours = list(MANY_COLOURS)
     wanted = [f"go to the {name} bin" for name in [*colours, *sides, "square", "round"]]
     wanted += [f"go to the bin {side} of the {colour} one" for side in sides for colour in colours]
-    assert seen == set(wanted)
+    assert texts == set(wanted)
 
 
 def test_success_at_end_requires_staying_if_episode_continues():
@@ -110,13 +110,13 @@ def test_success_at_end_requires_staying_if_episode_continues():
         goal = np.array(bare._scene.place(bare.task), np.float32)
         away = goal - np.array([0, 6, 0], np.float32)
         bare._state = goal.copy()
-        places, said = [goal] * (DWELL_FRAMES + 2) + [away] * 3 + [goal] * 2, []
+        places, successes = [goal] * (DWELL_FRAMES + 2) + [away] * 3 + [goal] * 2, []
         for place in places:
             _, reward, terminated, truncated, info = env.step(place)
-            said.append(info["is_success"])
+            successes.append(info["is_success"])
             assert not terminated and not truncated and reward == info["is_success"]
         reached = [False] * (DWELL_FRAMES - 1) + [True] * 3
-        assert said[: len(reached)] == reached and said[-4:] == [False, False, True, True]
+        assert successes[: len(reached)] == reached and successes[-4:] == [False, False, True, True]
         for _ in range(EPISODE_LENGTH - len(places)):
             *_, truncated, info = env.step(goal)
         assert truncated and info["is_success"]
@@ -168,22 +168,22 @@ def test_seed_determines_episode_and_hash_distinguishes_states(env):
 
 
 def test_scenes_are_balanced_and_absent_from_the_dataset(env):
-    seen = []
+    drawn = []
     for seed in range(1000, 1060):
         env.reset(seed=seed)
-        seen.append((env.unwrapped._scene, env.unwrapped.task))
-    assert not {scene for scene, _ in seen} & set(demo_scenes())
-    left = sum(scene.left == task for scene, task in seen)
-    assert 18 < left < 42 and 18 < sum(task == "red" for _, task in seen) < 42
+        drawn.append((env.unwrapped._scene, env.unwrapped.task))
+    assert not {scene for scene, _ in drawn} & set(demo_scenes())
+    left = sum(scene.left == task for scene, task in drawn)
+    assert 18 < left < 42 and 18 < sum(task == "red" for _, task in drawn) < 42
 
 
 def test_lerobot_features_match_config():
     config = env_config("two_bins", ["--episode_length=30"])
     ((vector,),) = (tasks.values() for tasks in make_env(config, n_envs=1).values())
-    seen, _ = vector.reset(seed=1)
-    found = {key: tuple(value.shape[1:]) for key, value in preprocess_observation(seen).items()}
+    observation, _ = vector.reset(seed=1)
+    shapes = {key: tuple(value.shape[1:]) for key, value in preprocess_observation(observation).items()}
     features = env_to_policy_features(config)
-    assert found | {"action": (3,)} == {key: feature.shape for key, feature in features.items()}
+    assert shapes | {"action": (3,)} == {key: feature.shape for key, feature in features.items()}
     assert vector.call("_max_episode_steps") == (30,)
 
 
@@ -197,23 +197,23 @@ def check_rows(dataset, make, seeds):
     """
     for episode, reset in enumerate(seeds):
         with make() as env:
-            seen = reset(env)
+            observation = reset(env)
             first, last = (int(dataset.meta.episodes[f"dataset_{end}_index"][episode]) for end in ("from", "to"))
-            played, films = defaultdict(list), defaultdict(list)
+            rendered, recorded = defaultdict(list), defaultdict(list)
             for row in map(dataset.__getitem__, range(first, last)):
                 assert (row["task"], row["subtask"]) == (env.unwrapped.task_description, env.unwrapped.subtask)
-                np.testing.assert_allclose(row["observation.state"], seen["agent_pos"], atol=1e-4)
-                for name, image in seen["pixels"].items():
-                    played[name].append(image.astype(float))
-                    films[name].append((row[f"observation.images.{name}"].permute(1, 2, 0) * 255).numpy())
-                seen, _, over, _, info = env.step(row["action"].numpy())
+                np.testing.assert_allclose(row["observation.state"], observation["agent_pos"], atol=1e-4)
+                for name, image in observation["pixels"].items():
+                    rendered[name].append(image.astype(float))
+                    recorded[name].append((row[f"observation.images.{name}"].permute(1, 2, 0) * 255).numpy())
+                observation, _, over, _, info = env.step(row["action"].numpy())
             assert over and info["is_success"]
-            for name, images in played.items():
-                shown = np.array(films[name])
-                own, before, after = (
-                    np.abs(shown[1:-1] - images[1 + late : len(images) - 1 + late]).mean() for late in (0, -1, 1)
+            for name, images in rendered.items():
+                frames = np.array(recorded[name])
+                difference, before, after = (
+                    np.abs(frames[1:-1] - images[1 + late : len(images) - 1 + late]).mean() for late in (0, -1, 1)
                 )
-                assert own < 5 and own < 0.9 * min(before, after)
+                assert difference < 5 and difference < 0.9 * min(before, after)
 
 
 @pytest.mark.ray

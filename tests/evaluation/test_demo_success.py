@@ -9,12 +9,13 @@ from vla_finetuning.evaluation.demo_success import _select_films, is_demo
 def test_films_cover_instructions_conditions_and_failures():
     def line(condition, seed, success):
         instruction = "red" if seed in (1, 2) else "blue"
-        named = {"condition": condition, "seed": seed, "instruction": instruction}
-        return {**named, "error": None, "success_once": success}
+        fields = {"condition": condition, "seed": seed, "instruction": instruction}
+        return {**fields, "error": None, "success_once": success}
 
     lines = [line(name, seed, name == "a" and seed != 4) for seed in (4, 2, 3, 1) for name in ("trained", "untrained")]
-    shown = [(found["condition"], found["seed"]) for found, _ in _select_films([(line, None) for line in lines])]
-    assert shown == [("trained", 1), ("untrained", 1), ("trained", 3), ("untrained", 3), ("trained", 2), ("trained", 4)]
+    films = _select_films([(line, None) for line in lines])
+    expected = [("trained", 1), ("untrained", 1), ("trained", 3), ("untrained", 3), ("trained", 2), ("trained", 4)]
+    assert [(line["condition"], line["seed"]) for line, _ in films] == expected
 
 
 def test_temporal_ensembling_skips_demo_evaluation():

@@ -91,7 +91,7 @@ def test_training_run_evaluates_its_checkpoints(ray_cluster, setting, monkeypatc
     assert any(not torch.equal(weights[name], started[name]) for name in exported)
 
 
-class Played:
+class StandInPlay:
     """Stands in for `play`: what it was asked for, and episodes that end as soon as they may."""
 
     def __init__(self):
@@ -113,14 +113,14 @@ class Played:
 
 
 @pytest.fixture
-def played(monkeypatch):
-    found = Played()
-    monkeypatch.setattr(during, "play", found)
+def stand_in_play(monkeypatch):
+    stand_in = StandInPlay()
+    monkeypatch.setattr(during, "play", stand_in)
     monkeypatch.setattr(during, "POLL_S", 0.02)
     monkeypatch.setattr(during.ray, "cluster_resources", lambda: {"CPU": 4.0})
     monkeypatch.setattr(Evaluator, "_source", lambda self, path: during.PolicySource(path, None, env=None))
     monkeypatch.setattr(during, "load_progress", lambda path: None)
-    return found
+    return stand_in
 
 
 @pytest.fixture(scope="module")
@@ -150,27 +150,27 @@ def eventually(condition):
         time.sleep(0.02)
 
 
-def test_training_does_not_wait_and_pending_checkpoints_play_at_its_end(run, played):
+def test_training_does_not_wait_and_pending_checkpoints_play_at_its_end(run, stand_in_play):
     data = ExecutionOptions()
     evaluator = Evaluator(run, policy_at)
     with evaluator.beside(run, data):
         for step in (2, 3, 4):
             saved(run, step)
-        eventually(lambda: played.steps == [2])
+        eventually(lambda: stand_in_play.steps == [2])
         saved(run, 8)  # and the training is over
     assert evaluated(run) == []
     # What plays has its share, of which the data must not make use.
     assert data.exclude_resources.cpu == 1.5
-    played.may.set()
+    stand_in_play.may.set()
     assert evaluator.finish() == 0
-    assert played.steps == [2, 4, 8] and evaluated(run) == [2, 4, 8]
+    assert stand_in_play.steps == [2, 4, 8] and evaluated(run) == [2, 4, 8]
     main = threading.current_thread()
-    assert played.threads[0] is not main and played.threads[2] is main
+    assert stand_in_play.threads[0] is not main and stand_in_play.threads[2] is main
 
 
-def test_played_checkpoint_is_scored_without_replay_after_kill(run, played):
+def test_played_checkpoint_is_scored_without_replay_after_kill(run, stand_in_play):
     """Where its line was not written, or half of it, as a full disk leaves it; other checkpoints' lines stay."""
-    played.may.set()
+    stand_in_play.may.set()
     saved(run, 2)
     assert Evaluator(run, policy_at).finish() == 0
     path = run.job.output_dir / "evaluations.jsonl"
@@ -180,70 +180,70 @@ def test_played_checkpoint_is_scored_without_replay_after_kill(run, played):
     episodes.write_text("".join(json.dumps(line) + "\n" for line in lines))
     saved(run, 4)
     assert Evaluator(run, policy_at).finish() == 0
-    assert played.steps == [2, 4]
+    assert stand_in_play.steps == [2, 4]
     assert [(line["step"], line["successes"]) for line in evaluations(run.job.output_dir)] == [(2, 2), (4, 3)]
 
 
-def test_retrained_checkpoint_is_evaluated_again(run, played):
+def test_retrained_checkpoint_is_evaluated_again(run, stand_in_play):
     """The run goes on from step 2: what 4 did before is void, though its line and its episodes are there."""
-    played.may.set()
+    stand_in_play.may.set()
     start_attempt(run.job.output_dir, 0, 1)
     for step in (2, 4):
         saved(run, step)
     assert Evaluator(run, policy_at).finish() == 0
     start_attempt(run.job.output_dir, 2, 1)
     assert evaluated(run) == [2]
-    played.succeeds = lambda episode: False
+    stand_in_play.succeeds = lambda episode: False
     assert Evaluator(run, policy_at).finish() == 0
-    assert played.steps == [2, 4, 4]
+    assert stand_in_play.steps == [2, 4, 4]
     assert [(line["step"], line["successes"]) for line in evaluations(run.job.output_dir)] == [(2, 3), (4, 0)]
 
 
-def test_scores_are_reported_per_task(run, played, monkeypatch):
-    played.may.set()
+def test_scores_are_reported_per_task(run, stand_in_play, monkeypatch):
+    stand_in_play.may.set()
     saved(run, 4)
     assert Evaluator(run, policy_at).finish() == 0
     monkeypatch.setattr(during, "task_makers", lambda env: dict.fromkeys(("reach", "push")))
-    played.succeeds = lambda episode: episode.task == "push" and episode.episode > 0
+    stand_in_play.succeeds = lambda episode: episode.task == "push" and episode.episode > 0
     saved(run, 8)
     assert Evaluator(run, policy_at).finish() == 0
     of_one, of_two = evaluations(run.job.output_dir)
     assert "by_task" not in of_one and of_two["successes"] == 2
-    found = [(row["label"], row["successes"], row["episodes"]) for row in of_two["by_task"]]
-    assert found == [("reach", 0, 3), ("push", 2, 3)]
+    by_task = [(row["label"], row["successes"], row["episodes"]) for row in of_two["by_task"]]
+    assert by_task == [("reach", 0, 3), ("push", 2, 3)]
 
 
-def test_stopped_run_aborts_evaluation_and_resumed_run_completes_it(run, played):
+def test_stopped_run_aborts_evaluation_and_resumed_run_completes_it(run, stand_in_play):
     evaluator = Evaluator(run, policy_at)
     with evaluator.beside(run, ExecutionOptions()):
         saved(run, 2)
-        eventually(lambda: played.steps == [2])
+        eventually(lambda: stand_in_play.steps == [2])
     evaluator.close()  # would never return if it waited for the episodes, which may not end yet
-    assert not played.may.is_set() and evaluated(run) == []
-    played.may.set()
+    assert not stand_in_play.may.is_set() and evaluated(run) == []
+    stand_in_play.may.set()
     with Evaluator(run, policy_at).beside(run, ExecutionOptions()):
         eventually(lambda: evaluated(run) == [2])
 
 
-def test_evaluation_runs_after_training_without_spare_capacity(run, played, monkeypatch, capsys):
+def test_evaluation_runs_after_training_without_spare_capacity(run, stand_in_play, monkeypatch, capsys):
     monkeypatch.setattr(during.ray, "cluster_resources", lambda: {"CPU": 2.0})
     data = ExecutionOptions()
     evaluator = Evaluator(run, policy_at)
-    played.may.set()
+    stand_in_play.may.set()
     with evaluator.beside(run, data):
         for step in (2, 8):
             saved(run, step)
         time.sleep(0.2)
-        assert played.steps == [] and not data.exclude_resources.cpu
+        assert stand_in_play.steps == [] and not data.exclude_resources.cpu
     assert "after the training: beside it, it needs 1 CPU, 0.5 of the cluster's are to spare" in capsys.readouterr().out
     assert evaluator.finish() == 0
     printed = capsys.readouterr()
-    assert played.steps == [2, 8] and "step 4, 6 was not evaluated: its checkpoint is deleted" in printed.err
+    assert stand_in_play.steps == [2, 8] and "step 4, 6 was not evaluated: its checkpoint is deleted" in printed.err
 
 
-def test_evaluation_without_capacity_is_retried_on_resume(run, played, capsys):
-    played.may.set()
-    played.error = NoCapacityError("needs 1 CPU")
+def test_evaluation_without_capacity_is_retried_on_resume(run, stand_in_play, capsys):
+    stand_in_play.may.set()
+    stand_in_play.error = NoCapacityError("needs 1 CPU")
     evaluator = Evaluator(run, policy_at)
     with evaluator.beside(run, ExecutionOptions()):
         saved(run, 2)
@@ -251,30 +251,30 @@ def test_evaluation_without_capacity_is_retried_on_resume(run, played, capsys):
     assert "evaluation   after the training: needs 1 CPU" in capsys.readouterr().out
     assert evaluator.finish() == 5
     assert "step 2 was not evaluated: needs 1 CPU; --resume tries again" in capsys.readouterr().err
-    played.error = None
+    stand_in_play.error = None
     assert evaluator.finish() == 0
 
 
-def test_failed_evaluation_does_not_stop_training(run, played, caplog):
-    played.may.set()
-    played.error = ArithmeticError("the simulation diverged")
+def test_failed_evaluation_does_not_stop_training(run, stand_in_play, caplog):
+    stand_in_play.may.set()
+    stand_in_play.error = ArithmeticError("the simulation diverged")
     evaluator = Evaluator(run, policy_at)
     with evaluator.beside(run, ExecutionOptions()):
         saved(run, 2)
         eventually(lambda: "step 2 could not be evaluated" in caplog.text)
-        played.error = None
+        stand_in_play.error = None
         saved(run, 4)
         eventually(lambda: evaluated(run) == [4])
     assert evaluator.finish() == 0 and evaluated(run) == [2, 4]
 
 
-def test_checkpoint_with_only_failed_episodes_is_evaluated_again(run, played, caplog):
-    played.may.set()
-    played.fails_with = "EGL is missing"
+def test_checkpoint_with_only_failed_episodes_is_evaluated_again(run, stand_in_play, caplog):
+    stand_in_play.may.set()
+    stand_in_play.fails_with = "EGL is missing"
     saved(run, 2)
     assert Evaluator(run, policy_at).finish() != 0 and evaluated(run) == []
     assert "none of 3 episodes could be played, the first because of EGL is missing" in caplog.text
-    played.fails_with = None
+    stand_in_play.fails_with = None
     assert Evaluator(run, policy_at).finish() == 0 and evaluated(run) == [2]
 
 
@@ -334,7 +334,7 @@ def test_action_rate_that_differs_from_environment_is_refused(run):
 def test_packed_weights_round_trip():
     tied = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     tensors = {"a": tied, "b": tied, "c": tied.T, "d": torch.tensor(3), "e": torch.tensor([True, False])}
-    there = packed(tensors)
-    assert there["a"][0] is there["b"][0]
-    for name, tensor in unpacked(there).items():
+    stored = packed(tensors)
+    assert stored["a"][0] is stored["b"][0]
+    for name, tensor in unpacked(stored).items():
         assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name])

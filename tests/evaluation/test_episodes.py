@@ -41,8 +41,8 @@ def test_noise_depends_only_on_its_key():
     names = [(1000, 1001), ("a", "b"), (0, 1), (0, 1)]
     drawn = [noise(*key, (10, 3)) for key in itertools.product(*names)]
     np.random.seed(0)
-    again = [noise(*key, (10, 3)) for key in itertools.product(*names)]
-    assert [a.tobytes() for a in drawn] == [b.tobytes() for b in again]
+    redrawn = [noise(*key, (10, 3)) for key in itertools.product(*names)]
+    assert [a.tobytes() for a in drawn] == [b.tobytes() for b in redrawn]
     assert len({a.tobytes() for a in drawn}) == 16 and drawn[0].dtype == np.float32
     # As it is drawn today: a policy evaluated a year ago is compared with one of today.
     assert noise(1000, "two_bins", 3, 2, (2,)).tolist() == pytest.approx([-0.41397834, 0.74539107])

@@ -116,11 +116,11 @@ def test_latencies_are_evaluated_and_compared(evaluated, flags, tmp_path, capsys
 @pytest.mark.ray
 def test_killed_evaluation_resumes_and_two_are_compared(evaluated, flags, tmp_path, capsys, monkeypatch):
     """After two episodes: the rest is played, and those two are not; then the one that ended in an error."""
-    a, b, shown, played = tmp_path / "a", tmp_path / "b", [], []
+    a, b, films_made, played = tmp_path / "a", tmp_path / "b", [], []
     shutil.copytree(evaluated[0], a)
     lines, actions = lines_of(a), actions_of(a)
-    kept = [{**line, "steps": -1} for line in lines[:2]]
-    (a / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"cond')
+    completed = [{**line, "steps": -1} for line in lines[:2]]
+    (a / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in completed) + '{"cond')
 
     def play(pending, *_, on_end, **__):
         played.append({episode.seed for episode in pending})
@@ -140,14 +140,14 @@ def test_killed_evaluation_resumes_and_two_are_compared(evaluated, flags, tmp_pa
         assert left_out in capsys.readouterr().out
         assert evaluate.main([*flags, f"--output_dir={a}"]) == 0
         assert played == [{line["seed"] for line in lines[2:]}, {lines[-1]["seed"]}]
-        assert lines_of(a) == [*kept, *lines[2:]]
+        assert lines_of(a) == [*completed, *lines[2:]]
         patch.setattr(trial, "play", None)  # nothing is left to play
         patch.setattr(trial, "make_films", None)  # nor to be shown
         assert evaluate.main([*flags, f"--output_dir={a}"]) == 0
         patch.setattr(trial, "make_films", lambda _, __, chosen: [{"title": title} for title, *_ in chosen])
         resolved = trial.resolve_trial(parse_evaluate([*flags, f"--output_dir={a}", "--eval.videos=3"]))
-        trial.run_trial(resolved, lambda folder, about, scores, films: shown.extend(films))
-        assert len(shown) == 3
+        trial.run_trial(resolved, lambda folder, about, scores, films: films_made.extend(films))
+        assert len(films_made) == 3
     assert evaluate.main([*flags, f"--output_dir={a}", "--seed=7"]) == 1
     assert "holds another evaluation: it differs in episodes, seed" in capsys.readouterr().err
 
@@ -234,16 +234,16 @@ def test_failed_episodes_cannot_be_recorded(tmp_path, monkeypatch):
 def test_latency_with_real_time_chunking_shortens_first_chunk(tmp_path):
     base = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
     flags = [f"--policy.path={base}", "--policy.n_action_steps=4", *FLAGS, f"--output_dir={tmp_path / 'out'}"]
-    found = trial.resolve_trial(parse_evaluate([*flags, "--eval.controller=rtc", "--eval.latency_s=0.1"]))
-    assert (found.about["policy"]["controller"], found.about["policy"]["latency_s"]) == ("rtc", [0.1])
-    assert trial.describe_controller(found.source)[0].startswith("Controller   rtc: each chunk was guided")
-    (condition,) = found.conditions.values()
+    resolved = trial.resolve_trial(parse_evaluate([*flags, "--eval.controller=rtc", "--eval.latency_s=0.1"]))
+    assert (resolved.about["policy"]["controller"], resolved.about["policy"]["latency_s"]) == ("rtc", [0.1])
+    assert trial.describe_controller(resolved.source)[0].startswith("Controller   rtc: each chunk was guided")
+    (condition,) = resolved.conditions.values()
     assert condition.delay == 1
     # One of the first chunk's 4 actions is left out: it arrives when that is over.
-    player, seen = found.source.load(1), select_rows(observed(), [0])
+    player, observation = resolved.source.load(1), select_rows(observed(), [0])
     task = list(INSTRUCTIONS.values())[:1]
-    (first,) = player.act(seen, task, [(7, "two_bins", 0, 0)], 1)
-    (second,) = player.act(seen, task, [(7, "two_bins", 0, 1)], 1, [first.rest])
+    (first,) = player.act(observation, task, [(7, "two_bins", 0, 0)], 1)
+    (second,) = player.act(observation, task, [(7, "two_bins", 0, 1)], 1, [first.rest])
     assert (len(first.actions), len(second.actions)) == (3, 4)
 
 
@@ -264,7 +264,7 @@ def test_policy_with_masked_cameras_is_accepted(masked, tmp_path):  # noqa: F811
 def test_bucket_evaluation_equals_local_one_after_a_kill(ray_cluster, folder, tmp_path, capsys, monkeypatch):
     """As on a disk, after a kill as well. The processes that play do not know of the bucket."""
     monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
-    plain, there = tmp_path / "plain", "s3://runs/there"
+    plain, remote = tmp_path / "plain", "s3://runs/there"
     with runs_bucket() as faults:
         forget()
         policy, run = "s3://runs/run/pretrained_model", Bucket("s3://runs/run")
@@ -275,25 +275,25 @@ def test_bucket_evaluation_equals_local_one_after_a_kill(ray_cluster, folder, tm
         about, lines = read_evaluation(plain)
         # Killed after two.
         of_bucket = {**about, "policy": {**about["policy"], "path": policy}}
-        Bucket(there).write("evaluated.json", json.dumps(of_bucket).encode())
-        Bucket(there).write("episodes.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines[:2]).encode())
+        Bucket(remote).write("evaluated.json", json.dumps(of_bucket).encode())
+        Bucket(remote).write("episodes.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines[:2]).encode())
         faults.requests.clear()
         flags = [f"--policy.path={policy}", *flags, "--eval.videos=3"]  # one of them was played here
-        assert evaluate.main([*flags, f"--output_dir={there}"]) == 0
+        assert evaluate.main([*flags, f"--output_dir={remote}"]) == 0
         # Of a line's actions and the line, the line comes last.
         puts = [r.path.split("/")[3] for r in faults.requests if r.method == "PUT" and r.path.endswith(".jsonl")]
         assert puts[-2:] == ["actions.jsonl", "episodes.jsonl"]
         EvaluationFolder(as_path("s3://runs/begun"), {"policy": {}}, [])  # and its process is killed
         assert Bucket("s3://runs/begun").read("evaluated.json")
         forget()
-        assert read_evaluation(as_path(there))[1] == lines
-        played, expected = actions_of(as_path(there)), actions_of(plain)
+        assert read_evaluation(as_path(remote))[1] == lines
+        played, expected = actions_of(as_path(remote)), actions_of(plain)
         assert played.keys() == {1002, 1003} and all((played[n] == expected[n]).all() for n in played)
-        assert len(check_page(Bucket(there).read("report.html").decode()).all("img")) == 1
+        assert len(check_page(Bucket(remote).read("report.html").decode()).all("img")) == 1
         capsys.readouterr()
-        assert evaluate.main(["--compare", there, str(plain)]) == 0
+        assert evaluate.main(["--compare", remote, str(plain)]) == 0
         out = capsys.readouterr().out
-        assert "of 4 distinct scenes that both played" in out and there in out
+        assert "of 4 distinct scenes that both played" in out and remote in out
 
         run.write("checkpoints/step_00000004/state.json", b"{}")
         for changed, message in (
@@ -301,7 +301,7 @@ def test_bucket_evaluation_equals_local_one_after_a_kill(ray_cluster, folder, tm
             ("--policy.path=s3://runs/nothing", "s3://runs/nothing is no pretrained LeRobot policy"),
             ("--output_dir=s3://other/a", "there is no s3://other; make it first, or check its name"),
         ):
-            assert evaluate.main([*flags, f"--output_dir={there}", changed]) == 2
+            assert evaluate.main([*flags, f"--output_dir={remote}", changed]) == 2
             assert message in capsys.readouterr().err
 
 
@@ -346,24 +346,24 @@ def test_controller_is_described_for_relative_actions(folder, tmp_path):
             options |= {key: True for key in ("enabled", "use_relative_actions") if key in options}
         write_json(relative / f"{name}.json", saved)
 
-    def found(policy, *flags):
+    def resolved(policy, *flags):
         flags = [f"--policy.path={policy}", f"--output_dir={tmp_path / 'out'}", *flags, *FLAGS]
         return trial.resolve_trial(parse_evaluate(flags))
 
-    by_steps = found(relative, SELECT)
+    by_steps = resolved(relative, SELECT)
     assert by_steps.source.controller == "select_action" and by_steps.config.eval.policy_actors == 1
     assert by_steps.about["policy"]["controller"] == "select_action"
     (line,) = trial.describe_controller(by_steps.source)
     assert "added to the current state, as by lerobot-eval" in line
-    (line,) = trial.describe_controller(found(relative).source)
+    (line,) = trial.describe_controller(resolved(relative).source)
     assert "lerobot-rollout --inference.type=rtc and PolicyServer" in line and "--eval.controller=select_action" in line
-    for other in (found(relative), found(folder, SELECT)):
+    for other in (resolved(relative), resolved(folder, SELECT)):
         assert other.source.controller == "chunk" and "controller" not in other.about["policy"]
-    assert not trial.describe_controller(found(folder).source)
+    assert not trial.describe_controller(resolved(folder).source)
     with pytest.raises(ValueError, match="--eval.policy_actors=2: with --eval.controller=select_action one process"):
-        found(relative, SELECT, "--eval.policy_actors=2")
+        resolved(relative, SELECT, "--eval.policy_actors=2")
     with pytest.raises(ValueError, match="--eval.exact with --eval.controller=select_action"):
-        found(relative, SELECT, "--eval.exact")
+        resolved(relative, SELECT, "--eval.exact")
 
 
 def test_subtask_text_requires_training_with_it(folder, tmp_path, monkeypatch):
@@ -379,11 +379,11 @@ def test_subtask_text_requires_training_with_it(folder, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="has not learned to write texts.*--train.text_targets"):
             resolve()
     write_json(base / "robot.json", {"writes": "subtask"})
-    found = resolved(base)
-    assert found.about["policy"]["subtask"] is True
+    evaluation = resolved(base)
+    assert evaluation.about["policy"]["subtask"] is True
     (served,) = make_service(base, SUBTASK).sources.values()
     monkeypatch.setattr(Player, "_write", lambda self, batch: ["a"])
-    for source in (found.source, replace(served, env=found.env)):
+    for source in (evaluation.source, replace(served, env=evaluation.env)):
         (acted,) = source.load(1).act(select_rows(observed(), [0]), ["go"], [(7, "two_bins", 0, 0)])
         assert acted.text == "a"
 
@@ -394,8 +394,8 @@ def test_films_show_failures_first_and_every_task():
         for task in ("a", "b", "c") for seed in range(4)
     ]  # fmt: skip
     lines[3] |= {"error": "its process died", "success_once": None}
-    shown = [(line["task"], line["seed"]) for line in trial.select_films(lines, 4)]
-    assert shown == [("a", 1), ("b", 1), ("c", 1), ("b", 3), ("a", 0), ("b", 0)]
+    selected = [(line["task"], line["seed"]) for line in trial.select_films(lines, 4)]
+    assert selected == [("a", 1), ("b", 1), ("c", 1), ("b", 3), ("a", 0), ("b", 0)]
     assert trial.select_films(lines, 0) == []
 
 

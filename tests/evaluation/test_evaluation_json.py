@@ -31,10 +31,10 @@ from vla_finetuning.rollouts import servers
 from vla_finetuning.run import cluster
 from vla_finetuning.training.export import in_own_names
 
-FRAMES, AT_ONCE, SEED, CHUNK = 11, 5, 5, 6
+FRAMES, BATCH, SEED, CHUNK = 11, 5, 5, 6
 FILMS = [{"title": "a picture"}]
 # LeRobot's tools play it as evaluate.py does; tests/evaluation/test_robot_tools.py computes it.
-ALIKE = {"select_action": 0.0, "lerobot-rollout": 0.0, "PolicyServer": 0.0}
+EQUAL_TOOLS = {"select_action": 0.0, "lerobot-rollout": 0.0, "PolicyServer": 0.0}
 
 
 @pytest.fixture
@@ -73,16 +73,16 @@ def test_closed_loop_numbers_match_plain_computation(run, monkeypatch, capsys):
             on_end(played[-1], None if error else np.zeros((1, 3)))
 
     error = dict.fromkeys(("mean_action", "policy", "other_instruction"), {"mse": 1.0, "mae": [1.0] * 3})
-    errors = {"trained": {"frames": 1, **error}, "tools": ALIKE}
+    errors = {"trained": {"frames": 1, **error}, "tools": EQUAL_TOOLS}
     monkeypatch.setattr(cluster, "run_remote", lambda *_, **__: errors)
     monkeypatch.setattr(after_training, "is_demo", lambda *_: True)
     monkeypatch.setattr(servers, "play", play)
     monkeypatch.setattr(demo_success, "make_films", lambda *_: FILMS)
-    found = evaluated(run)
-    assert found | {"closed_loop": None} == {**errors, "closed_loop": None, "films": FILMS}
-    check(found["closed_loop"], closed_loop_by_hand(played))
+    result = evaluated(run)
+    assert result | {"closed_loop": None} == {**errors, "closed_loop": None, "films": FILMS}
+    check(result["closed_loop"], closed_loop_by_hand(played))
     assert sum(line["condition"] == "trained" for line in played) == 60 and len(played) == 240
-    scores, printed = found["closed_loop"], capsys.readouterr().out
+    scores, printed = result["closed_loop"], capsys.readouterr().out
     assert f"; {scores['other_instruction']['went_where_told']} went to the bin that they were given\n" in printed
     assert f"; {scores['blindfolded']['went_to_a_bin']} went to a bin\n" in printed
     assert printed.count(" asked for: ") == sum("errors" in score for score in scores.values()) > 0
@@ -94,7 +94,7 @@ def evaluated(run):
     return json.loads((run.job.output_dir / "evaluation.json").read_text())
 
 
-def lerobots_rows(meta, episodes, step=1):
+def lerobot_rows(meta, episodes, step=1):
     """LeRobot's rows of episodes, with a chunk of every `step`-th action."""
     deltas = {"action": [number * step / meta.fps for number in range(CHUNK)]}
     assert 1 < len(episodes) < meta.num_episodes
@@ -115,14 +115,15 @@ def predicted(weights, exported, rows, tasks):
     policy = TinyPI05Policy.from_pretrained(weights, config=PreTrainedConfig.from_pretrained(exported)).eval()
     pre, post = make_pre_post_processors(policy.config, pretrained_path=str(exported))
     chunks = []
-    for number, first in enumerate(range(0, len(rows), AT_ONCE)):
-        batch = rows[first : first + AT_ONCE]
+    for number, first in enumerate(range(0, len(rows), BATCH)):
+        batch = rows[first : first + BATCH]
         torch.manual_seed(int(np.random.SeedSequence((SEED, number)).generate_state(1, np.uint64)[0]))
         noise = torch.normal(0.0, 1.0, (len(batch), CHUNK, policy.config.max_action_dim))
         for i, row in enumerate(batch):
-            seen = {key: value[None] for key, value in row.items() if key.startswith("observation.")}
+            observation = {key: value[None] for key, value in row.items() if key.startswith("observation.")}
+            inputs = pre({**observation, "task": [tasks[first + i]]})
             with torch.no_grad():
-                chunk = policy.predict_action_chunk(pre({**seen, "task": [tasks[first + i]]}), noise=noise[i : i + 1])
+                chunk = policy.predict_action_chunk(inputs, noise=noise[i : i + 1])
             chunks.append(post(chunk)[0].double().numpy())
     return np.stack(chunks)
 
@@ -164,7 +165,7 @@ def open_loop_by_hand(weights, exported, rows, mean_action, others=None):
                 "predicted": chunk.tolist(),
                 "is_pad": row["action_is_pad"].tolist(),
             }
-            for row, chunk in list(zip(rows, chunks, strict=True))[::AT_ONCE]
+            for row, chunk in list(zip(rows, chunks, strict=True))[::BATCH]
         ],
     }
 
@@ -173,9 +174,9 @@ def closed_loop_by_hand(played):
     """Scores (tests/evaluation/test_intervals.py computes them), and counts of what the scores do not say."""
     scores = {}
     for name, label in LABELS.items():
-        own = [line for line in played if line["condition"] == name]
-        scores[name] = {"label": label, **score(own)}
-        reached = [line for line in own if line["error"] is None and line["info"]["reached"]]
+        lines = [line for line in played if line["condition"] == name]
+        scores[name] = {"label": label, **score(lines)}
+        reached = [line for line in lines if line["error"] is None and line["info"]["reached"]]
         if name == "other_instruction":
             scores[name]["went_where_told"] = sum(not line["success_once"] for line in reached)
         if name == "blindfolded":
@@ -193,15 +194,15 @@ def flat(value, path=""):
 
 def check(result, expected):
     """Check that keys are the same, and numbers equal."""
-    found, plain = flat(result), flat(expected)
-    assert found.keys() == plain.keys(), "a key of evaluation.json without a plain computation, or one too many"
-    for path, value in plain.items():
+    actual, reference = flat(result), flat(expected)
+    assert actual.keys() == reference.keys(), "a key of evaluation.json without a plain computation, or one too many"
+    for path, value in reference.items():
         if isinstance(value, float):
             value = pytest.approx(value, rel=1e-3 if path.endswith("mse") else 1e-4, abs=1e-4)
-        assert found[path] == value, path
+        assert actual[path] == value, path
 
 
-def check_told_apart(*mses):
+def check_distinct(*mses):
     """Check that none of these could be taken for another."""
     assert len({round(mse, 2) for mse in mses}) == len(mses)
 
@@ -260,18 +261,18 @@ def exported(run, robot):
     return run.job.output_dir / "pretrained_model" / robot
 
 
-def held_out_of(run, robot):
+def held_out_rows(run, robot):
     """Return the rows of a robot that are predicted, spread over its datasets' held-out episodes; the mean action."""
     frames, means, shares = [], [], []
     for name in ROBOTS[robot]:
         number = DATASETS.index(name)
         meta = run.rows.metas[number]
         assert meta.root.endswith(f"/{name}") and meta.fps == FPS[name]
-        rows = lerobots_rows(meta, run.rows.eval_episodes[number], STEP if robot == "arm" else 1)
+        rows = lerobot_rows(meta, run.rows.eval_episodes[number], STEP if robot == "arm" else 1)
         order = ACTION_ORDER if robot == "gantry" else slice(None)
         for row in map(rows.__getitem__, range(len(rows))):
-            said = {"task": f"{robot}: {row['task']}", "dataset_index": number}
-            frames.append({**row, **said, "action": row["action"][:, order]})
+            labels = {"task": f"{robot}: {row['task']}", "dataset_index": number}
+            frames.append({**row, **labels, "action": row["action"][:, order]})
         means.append(rows.meta.stats["action"]["mean"][order])
         shares.append(WEIGHTS.get(name, 1))
     return spread(frames), np.average(means, axis=0, weights=shares)
@@ -279,20 +280,20 @@ def held_out_of(run, robot):
 
 def test_open_loop_numbers_of_each_robot_match_plain_computation(robots_run, monkeypatch):
     monkeypatch.setattr(cluster, "run_remote", lambda function, run, scaling: function(run, frames=FRAMES))
-    monkeypatch.setattr(open_loop, "EVAL_BATCH", AT_ONCE)
-    run, found, expected = robots_run, evaluated(robots_run), {}
+    monkeypatch.setattr(open_loop, "EVAL_BATCH", BATCH)
+    run, result, expected = robots_run, evaluated(robots_run), {}
     for robot in ROBOTS:
-        (rows, mean), own = held_out_of(run, robot), exported(run, robot)
+        (rows, mean), weights = held_out_rows(run, robot), exported(run, robot)
         others = {f"{robot}: {task}": f"{robot}: {other}" for task, other in OTHERS[robot].items()}
         expected[robot] = {
-            "trained": open_loop_by_hand(own, own, rows, mean, others),
-            "untrained": open_loop_by_hand(run.policy.folder, own, rows, mean),
-            "tools": ALIKE,
+            "trained": open_loop_by_hand(weights, weights, rows, mean, others),
+            "untrained": open_loop_by_hand(run.policy.folder, weights, rows, mean),
+            "tools": EQUAL_TOOLS,
         }
-    check(found, {"robots": expected})
+    check(result, {"robots": expected})
     names = ("mean_action", "policy", "other_instruction")
-    mses = [of["trained"][name]["mse"] for of in expected.values() for name in names]
-    check_told_apart(*mses, *(of["untrained"]["policy"]["mse"] for of in expected.values()))
-    examples = [example for of in found["robots"].values() for example in of["trained"]["examples"]]
+    mses = [numbers["trained"][name]["mse"] for numbers in expected.values() for name in names]
+    check_distinct(*mses, *(numbers["untrained"]["policy"]["mse"] for numbers in expected.values()))
+    examples = [example for numbers in result["robots"].values() for example in numbers["trained"]["examples"]]
     assert {True, False} == {pad for example in examples for pad in example["is_pad"]}
     assert {0, 1, 2} == {example["dataset_index"] for example in examples}

@@ -33,22 +33,22 @@ def test_wilson_interval_matches_literature_and_scipy():
 
 
 def line(number, success, error=None, state="s", at_end=None, **other):
-    named = {"condition": "plain", "task": "t", "episode": number, "seed": 1000 + number, "initial_state": None}
-    named["instruction"] = None if error else "go"
+    fields = {"condition": "plain", "task": "t", "episode": number, "seed": 1000 + number, "initial_state": None}
+    fields["instruction"] = None if error else "go"
     if error is None:
-        named["initial_state"] = f"{state}{number}"
+        fields["initial_state"] = f"{state}{number}"
     at_end = success if at_end is None else at_end
-    return {**named, "success_once": success, "success_at_end": at_end, "error": error, **other}
+    return {**fields, "success_once": success, "success_at_end": at_end, "error": error, **other}
 
 
 def test_score_has_both_outcomes_and_counts_errors_both_ways():
     lines = [*(line(n, n < 5, at_end=n < 3) for n in range(6)), line(6, None, error="died")]
-    found = score(lines)
-    assert found == {
+    result = score(lines)
+    assert result == {
         **{"successes": 5, "episodes": 6, "interval": [wilson(5, 7)[0], wilson(6, 7)[1]]},
         **{"successes_at_end": 3, "interval_at_end": [wilson(3, 7)[0], wilson(4, 7)[1]], "errors": 1},
     }
-    assert share(found) == (
+    assert share(result) == (
         "5 of 6, 83.3 % (35.9 to 97.4); at the end 3 of 6, 50.0 % (15.8 to 84.2); 5 of 7 asked for: 1 ended in an error"
     )
     assert share(score(lines[:1])) == "1 of 1, 100.0 % (20.7 to 100.0); the same at the end"
@@ -59,18 +59,18 @@ def test_score_has_both_outcomes_and_counts_errors_both_ways():
 def test_episodes_of_one_scene_count_once():
     """Eight successes from one state say no more than one, and of two policies nothing."""
     eight = [line(n, True, initial_state="s") for n in range(8)]
-    found = score(eight)
-    assert (found["successes"], found["episodes"], found["scenes"]) == (8, 8, 1)
-    assert found["interval"] == list(wilson(1, 1)) and "; 8 episodes of 1 distinct scene" in share(found)
+    result = score(eight)
+    assert (result["successes"], result["episodes"], result["scenes"]) == (8, 8, 1)
+    assert result["interval"] == list(wilson(1, 1)) and "; 8 episodes of 1 distinct scene" in share(result)
     assert score([*eight[:4], *(line(n, True, initial_state="s", task="u") for n in range(4))])["scenes"] == 2
     assert score([*eight[:4], *(line(n, True, initial_state="s", instruction="stay") for n in range(4))])["scenes"] == 2
     # Two of three from one state, and one from another that failed.
     mixed = [*(line(n, n > 0, initial_state="s") for n in range(3)), line(3, False)]
     assert score(mixed)["interval"] == list(wilson(2 / 3, 2))
 
-    other = [{**one, "success_once": False} for one in eight]
-    found = compare(paired(eight, other), ONCE)
-    assert found.pairs == ((1.0, 0.0),) and found.p_value == 1 and found.verdict.startswith("cannot tell")
+    other = [{**episode, "success_once": False} for episode in eight]
+    result = compare(paired(eight, other), ONCE)
+    assert result.pairs == ((1.0, 0.0),) and result.p_value == 1 and result.verdict.startswith("cannot tell")
     assert compare(paired(eight, other), AT_END).pairs == ((1.0, 1.0),)
     assert "of 1 distinct scenes" in comparison_text(eight, other, "one", "other")
     # With distinct states the same outcomes are a difference.
@@ -109,12 +109,12 @@ def compared(scenes, only_a, only_b):
 
 @pytest.mark.parametrize(("only_a", "only_b"), [(0, 5), (0, 6), (1, 8), (10, 10), (0, 0), (9, 1)])
 def test_mcnemar_equals_sign_test_and_determines_verdict(only_a, only_b):
-    found = compared(60, only_a, only_b)
-    n, few = only_a + only_b, min(only_a, only_b)
-    expected = min(1.0, 2 * sum(math.comb(n, k) for k in range(few + 1)) / 2**n)
-    assert found.p_value == pytest.approx(expected)
-    word = "cannot tell" if expected >= 0.05 else ("A" if only_a > only_b else "B") + " succeeds more often"
-    assert found.verdict.startswith(word)
+    comparison = compared(60, only_a, only_b)
+    n, minority = only_a + only_b, min(only_a, only_b)
+    expected = min(1.0, 2 * sum(math.comb(n, k) for k in range(minority + 1)) / 2**n)
+    assert comparison.p_value == pytest.approx(expected)
+    verdict = "cannot tell" if expected >= 0.05 else ("A" if only_a > only_b else "B") + " succeeds more often"
+    assert comparison.verdict.startswith(verdict)
 
 
 def test_difference_interval_matches_bonett_price():
@@ -123,19 +123,19 @@ def test_difference_interval_matches_bonett_price():
         a, b = (only_a + 1) / (episodes + 2), (only_b + 1) / (episodes + 2)
         half = 1.959963985 * ((a + b - (b - a) ** 2) / (episodes + 2)) ** 0.5
         expected = [(only_b - only_a) / episodes, *np.clip([b - a - half, b - a + half], -1, 1)]
-        found = compared(episodes, only_a, only_b).difference
-        assert found == pytest.approx(expected, abs=1e-8)
+        actual = compared(episodes, only_a, only_b).difference
+        assert actual == pytest.approx(expected, abs=1e-8)
     assert Comparison(()).difference == (0.0, -1.0, 1.0)
 
 
 def test_difference_interval_has_nominal_coverage():
     """Over all outcomes of 40 episodes, weighed by how likely they are."""
-    n, holds = 40, []
+    n, coverage = 40, []
     outcomes = [(only_a, only_b) for only_a in range(n + 1) for only_b in range(n + 1 - only_a)]
     estimate, low, high = np.array([compared(n, *outcome).difference for outcome in outcomes]).T
     assert (low <= estimate).all() and (estimate <= high).all()
     counts = np.array([(only_a, only_b, n - only_a - only_b) for only_a, only_b in outcomes])
     for a, b in itertools.product((0.02, 0.1, 0.2, 0.35), repeat=2):
         likely = stats.multinomial.pmf(counts, n, [a, b, 1 - a - b])
-        holds.append(likely[(low <= b - a) & (b - a <= high)].sum())
-    assert min(holds) > 0.935 and 0.945 < sum(holds) / len(holds) < 0.98
+        coverage.append(likely[(low <= b - a) & (b - a <= high)].sum())
+    assert min(coverage) > 0.935 and 0.945 < sum(coverage) / len(coverage) < 0.98

@@ -41,28 +41,28 @@ def folder(tmp_path_factory):
 )
 def test_successes_match_lerobot_eval(ray_cluster, folder, tmp_path, monkeypatch, capsys, env, tasks, episodes):
     flags = [f"--policy.path={folder}", f"--env.type={env}", f"--eval.n_episodes={episodes}", "--seed=1000"]
-    theirs = ["--policy.device=cpu", "--eval.batch_size=1", f"--output_dir={tmp_path / 'theirs'}"]
+    lerobot_flags = ["--policy.device=cpu", "--eval.batch_size=1", f"--output_dir={tmp_path / 'theirs'}"]
     registered = "--env.discover_packages_path=vla_finetuning.envs"
-    monkeypatch.setattr(sys, "argv", ["lerobot-eval", registered, *flags, *theirs])
+    monkeypatch.setattr(sys, "argv", ["lerobot-eval", registered, *flags, *lerobot_flags])
     (tmp_path / "theirs").mkdir()
     # Its logging would go on, to what this test captures.
     monkeypatch.setattr(lerobot_eval, "init_logging", lambda: None)
     lerobot_eval.main()
-    theirs = json.loads((tmp_path / "theirs" / "eval_info.json").read_text())
+    lerobot_flags = json.loads((tmp_path / "theirs" / "eval_info.json").read_text())
     expected = {}
-    for one in theirs["per_task"]:
-        name = f"{one['task_group']}/{one['task_id']}" if len(tasks) > 1 else one["task_group"]
-        rows = zip(one["metrics"]["successes"], one["metrics"]["sum_rewards"], strict=True)
+    for task_info in lerobot_flags["per_task"]:
+        name = f"{task_info['task_group']}/{task_info['task_id']}" if len(tasks) > 1 else task_info["task_group"]
+        rows = zip(task_info["metrics"]["successes"], task_info["metrics"]["sum_rewards"], strict=True)
         expected |= {(name, episode): row for episode, row in enumerate(rows)}
     capsys.readouterr()
 
     assert evaluate.main([*flags, "--eval.env_actors=1", f"--output_dir={tmp_path / 'ours'}"]) == 0
     lines = lines_of(tmp_path / "ours")
-    found = {(line["task"], line["episode"]): (line["success_once"], line["total_reward"]) for line in lines}
-    assert found == expected and list(dict.fromkeys(task for task, _ in expected)) == tasks
-    successes = {task: sum(found[task, i][0] for i in range(episodes)) for task in tasks}
-    assert 0 < sum(successes.values()) < len(found)  # there is something to tell apart
+    actual = {(line["task"], line["episode"]): (line["success_once"], line["total_reward"]) for line in lines}
+    assert actual == expected and list(dict.fromkeys(task for task, _ in expected)) == tasks
+    successes = {task: sum(actual[task, i][0] for i in range(episodes)) for task in tasks}
+    assert 0 < sum(successes.values()) < len(actual)  # there is something to tell apart
     out = capsys.readouterr().out
-    assert f"Success      {sum(successes.values())} of {len(found)}, " in out
+    assert f"Success      {sum(successes.values())} of {len(actual)}, " in out
     for task in tasks if len(tasks) > 1 else ():
         assert f"             {successes[task]} of {episodes}, " in out and f"  {task}\n" in out

@@ -74,9 +74,9 @@ def make_batches(sizes=(4, 3)):
 def test_policy_with_future_observations_is_evaluated_on_the_present():
     state, pad = np.arange(24.0).reshape(2, 3, 4), np.zeros((2, 3), bool)
     batch = {"observation.state": state, "observation.state_is_pad": pad, "action": np.zeros((2, 5, ACTION))}
-    seen = without_future(batch, [-1, 0, 1])
-    assert np.array_equal(seen["observation.state"], state[:, 1])
-    assert seen["action"] is batch["action"] and seen["observation.state_is_pad"] is pad
+    present = without_future(batch, [-1, 0, 1])
+    assert np.array_equal(present["observation.state"], state[:, 1])
+    assert present["action"] is batch["action"] and present["observation.state_is_pad"] is pad
     for deltas in (None, [0], [-1, 0]):
         assert without_future(batch, deltas) is batch
 
@@ -92,7 +92,7 @@ def dataset(tmp_path_factory):
     return make_dataset(root, episodes=(9, 4), cameras={"observation.images.top": (48, 64)}, tasks=["go to the bin"])
 
 
-def lerobots_chunk(policy, pre, frames, now, steps, seed):
+def lerobot_chunk(policy, pre, frames, now, steps, seed):
     """What LeRobot executes from a frame on, having seen those before: each in turn by its `select_action`."""
     policy.reset()
     queue = policy._action_queue if hasattr(policy, "_action_queue") else policy._queues["action"]
@@ -100,8 +100,8 @@ def lerobots_chunk(policy, pre, frames, now, steps, seed):
     for frame in frames[max(0, now - past) : now + 1]:
         queue.clear()
         torch.manual_seed(seed)
-        seen = {key: value for key, value in frame.items() if key.startswith("observation.")}
-        chosen = policy.select_action(pre({**seen, "task": frame["task"]}))
+        observation = {key: value for key, value in frame.items() if key.startswith("observation.")}
+        chosen = policy.select_action(pre({**observation, "task": frame["task"]}))
     return torch.stack([chosen, *list(queue)[: steps - 1]], dim=1)
 
 
@@ -128,7 +128,7 @@ def test_only_executed_actions_of_a_chunk_are_compared(dataset, kind, steps, tmp
         for number, example in enumerate(errors["examples"]):
             now = example["frame_index"]
             seed = int(np.random.SeedSequence((run.policy.seed, number)).generate_state(1, np.uint64)[0])
-            expected = post(lerobots_chunk(policy, pre, frames, now, steps, seed))[0]
+            expected = post(lerobot_chunk(policy, pre, frames, now, steps, seed))[0]
             np.testing.assert_allclose(example["predicted"], expected.numpy(), rtol=1e-4, atol=1e-5)
             known = recorded[now : now + steps]
             assert example["recorded"][: len(known)] == known.tolist()
@@ -163,8 +163,8 @@ def test_seed_determines_errors_and_global_rng_is_unchanged(loaded):
     policy = loaded[0]
     policy.train()
     state = torch.random.get_rng_state()
-    first, again, other = (evaluate(loaded, seed=seed) for seed in (1, 1, 2))
-    assert first == again and first["policy"] != other["policy"]
+    first, repeated, other = (evaluate(loaded, seed=seed) for seed in (1, 1, 2))
+    assert first == repeated and first["policy"] != other["policy"]
     assert torch.equal(torch.random.get_rng_state(), state) and policy.training
     policy.eval()
     same = dict.fromkeys(TASKS, "") | {task: task for task in TASKS}
@@ -179,8 +179,8 @@ def test_integer_observations_are_converted_as_in_training(loaded, without_noise
     loaded, batches = (policy, preprocessor, postprocessor), make_batches()
     for batch in batches:
         batch["observation.state"] = batch["observation.state"].round()
-    whole = [{**batch, "observation.state": batch["observation.state"].astype(np.int64)} for batch in batches]
-    assert evaluate(loaded, whole) == evaluate(loaded, batches)
+    integers = [{**batch, "observation.state": batch["observation.state"].astype(np.int64)} for batch in batches]
+    assert evaluate(loaded, integers) == evaluate(loaded, batches)
 
 
 @pytest.mark.parametrize("mode", ["expert", "full"])
@@ -193,8 +193,8 @@ def test_predictions_use_training_precision(loaded, mode):
     low = {name for name, parameter in placed.named_parameters() if parameter.dtype == torch.bfloat16}
     assert any(".language_model.layers.0.mlp." in name for name in low) is (mode == "expert")
     assert not any(".gemma_expert.model." in name for name in low)
-    found = evaluate((placed, pre, post), autocast=torch.bfloat16)
-    assert found["policy"]["mse"] == pytest.approx(evaluate(loaded)["policy"]["mse"], rel=0.05)
+    errors = evaluate((placed, pre, post), autocast=torch.bfloat16)
+    assert errors["policy"]["mse"] == pytest.approx(evaluate(loaded)["policy"]["mse"], rel=0.05)
 
 
 def test_incomparable_policy_is_refused(loaded):
@@ -212,9 +212,9 @@ def test_incomparable_policy_is_refused(loaded):
 def test_gpu_errors_match_cpu(loaded, without_noise):
     expected = evaluate(loaded)
     policy, *processors = loaded
-    found = evaluate((copy.deepcopy(policy).cuda(), *processors))
+    actual = evaluate((copy.deepcopy(policy).cuda(), *processors))
     for name in ("policy", "other_instruction"):
-        assert found[name]["mse"] == pytest.approx(expected[name]["mse"], rel=1e-3)
+        assert actual[name]["mse"] == pytest.approx(expected[name]["mse"], rel=1e-3)
 
 
 @pytest.mark.parametrize(("use_gpu", "size"), [(True, 3), (False, 32)])
@@ -230,8 +230,8 @@ def test_gpu_batch_does_not_exceed_training_batch(use_gpu, size):
 
 def test_error_table_is_relative_to_mean_action():
     def errors(policy):
-        found = {"mean_action": 8.0, "policy": policy, "other_instruction": None}
-        return {"frames": 12, **{name: mse and {"mse": mse, "mae": [1.0]} for name, mse in found.items()}}
+        mses = {"mean_action": 8.0, "policy": policy, "other_instruction": None}
+        return {"frames": 12, **{name: mse and {"mse": mse, "mae": [1.0]} for name, mse in mses.items()}}
 
     *rows, last = error_table(errors(2.0), errors(16.0)).splitlines()[2:]
     assert [row.split()[-1] for row in rows] == ["1.000", "2.000", "0.250"] and "one instruction" in last
@@ -250,15 +250,15 @@ def test_held_out_frames_match_lerobot(tmp_path):
         features=Features(camera_keys=metas[1].camera_keys, columns=("observation.state", "action"), image_size=(8, 8)),
         reading=Reading(frame_cache=FrameCache(str(tmp_path / "kept"), 1.0)),
     )
-    theirs = LeRobotDataset("local/b", root=tmp_path / "b", episodes=[1], video_backend="pyav")
+    reference = LeRobotDataset("local/b", root=tmp_path / "b", episodes=[1], video_backend="pyav")
     frames = list(held_out_frames(rows))
     assert len(files_in(tmp_path / "kept")) == len(metas[1].camera_keys)  # as the run itself
-    assert len(frames) == len(theirs) == 6 and len(list(held_out_frames(rows, limit=2))) == 2
-    for ours, expected in zip(frames, theirs, strict=True):
-        assert ours["task"] == expected["task"]
+    assert len(frames) == len(reference) == 6 and len(list(held_out_frames(rows, limit=2))) == 2
+    for frame, expected in zip(frames, reference, strict=True):
+        assert frame["task"] == expected["task"]
         keys = {key for key in expected if key.startswith("observation.") or key == "action"}
-        assert set(ours) == keys | {"task"}
-        assert all(ours[key].dtype == expected[key].dtype and torch.equal(ours[key], expected[key]) for key in keys)
+        assert set(frame) == keys | {"task"}
+        assert all(frame[key].dtype == expected[key].dtype and torch.equal(frame[key], expected[key]) for key in keys)
     rows.eval_episodes = ((), ())
     with pytest.raises(ValueError, match="--dataset.eval_split"):
         next(held_out_frames(rows))

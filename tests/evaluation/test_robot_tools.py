@@ -38,9 +38,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tools")
     meta = load_metadata(make_dataset(folder / "dataset", episodes=(9,), state_dim=3, action_dim=3))
     make_base(folder / "own", meta, chunk_size=CHUNK, **TINY)
-    renamed = {BASE: (32, 32), LEFT: (32, 32)}
-    theirs = load_metadata(make_dataset(folder / "theirs", episodes=(6,), cameras=renamed, state_dim=3, action_dim=3))
-    base = make_base(folder / "theirs_base", theirs, chunk_size=CHUNK, **TINY)
+    cameras = {BASE: (32, 32), LEFT: (32, 32)}
+    root = make_dataset(folder / "renamed", episodes=(6,), cameras=cameras, state_dim=3, action_dim=3)
+    base = make_base(folder / "renamed_base", load_metadata(root), chunk_size=CHUNK, **TINY)
     config = load_policy_config(base)
     before, after = make_processors(base, config, meta.stats)
     before = pipeline_with_names(before, {}, {TOP: BASE, WRIST: LEFT})
@@ -55,48 +55,48 @@ def frames(folder):
     return [{key: dataset[number][key] for key in keys} for number in range(STEPS)]
 
 
-def shown(frame):
+def robot_observation(frame):
     """What a robot of LeRobot's shows."""
     images = {key.rpartition(".")[2]: (frame[key] * 255).round().to(torch.uint8) for key in (TOP, WRIST)}
     motors = dict(zip(MOTORS, frame["observation.state"].tolist(), strict=True))
     return motors | {name: image.permute(1, 2, 0).numpy() for name, image in images.items()}
 
 
-def hardware(frames):
-    return {key: float if key in MOTORS else value.shape for key, value in shown(frames[0]).items()}
+def hardware_features(frames):
+    return {key: float if key in MOTORS else value.shape for key, value in robot_observation(frames[0]).items()}
 
 
-def plain(where, frames):
+def plain_chunk(export, frames):
     """A chunk of the first frame, all of it at once, by LeRobot's calls and the folder's own renaming."""
-    policy = TinyPI05Policy.from_pretrained(where).eval()
-    before, after = make_pre_post_processors(policy.config, pretrained_path=str(where))
+    policy = TinyPI05Policy.from_pretrained(export).eval()
+    before, after = make_pre_post_processors(policy.config, pretrained_path=str(export))
     torch.manual_seed(0)
     with torch.no_grad():
-        seen = {key: value for key, value in frames[0].items() if key != "action"}
-        return after(policy.predict_action_chunk(before(seen)))[0, :STEPS]
+        observation = {key: value for key, value in frames[0].items() if key != "action"}
+        return after(policy.predict_action_chunk(before(observation)))[0, :STEPS]
 
 
-def rollouts(where, frames, monkeypatch):
+def rollout_actions(export, frames, monkeypatch):
     """What lerobot-rollout commands."""
     names = [*MOTORS]
     robot = SimpleNamespace(
-        name="fake", robot_type="fake", connect=lambda: None, get_observation=lambda: shown(frames[0])
+        name="fake", robot_type="fake", connect=lambda: None, get_observation=lambda: robot_observation(frames[0])
     )
-    robot.observation_features, robot.action_features = hardware(frames), dict.fromkeys(names, float)
+    robot.observation_features, robot.action_features = hardware_features(frames), dict.fromkeys(names, float)
     monkeypatch.setattr(context, "make_robot_from_config", lambda config: robot)
-    policy = PreTrainedConfig.from_pretrained(where, cli_overrides=["--device=cpu"])
-    policy.pretrained_path = str(where)
+    policy = PreTrainedConfig.from_pretrained(export, cli_overrides=["--device=cpu"])
+    policy.pretrained_path = str(export)
     config = {"inference": SyncInferenceConfig(), "policy": policy, "robot": None, "teleop": None, "dataset": None}
     config |= {"device": "cpu", "task": frames[0]["task"], "fps": 10.0, "rename_map": {}, "strategy": None}
     config |= {"use_torch_compile": False, "compile_warmup_inferences": 0, "resume": False}
-    made = context.build_rollout_context(SimpleNamespace(**config), Event())
-    engine = made.policy.inference
+    rollout = context.build_rollout_context(SimpleNamespace(**config), Event())
+    engine = rollout.policy.inference
     torch.manual_seed(0)
-    observed = [build_dataset_frame(made.data.hw_features, shown(frame), prefix="observation") for frame in frames]
-    return torch.stack([engine.get_action(frame) for frame in observed])
+    features, shown = rollout.data.hw_features, map(robot_observation, frames)
+    return torch.stack([engine.get_action(build_dataset_frame(features, seen, prefix="observation")) for seen in shown])
 
 
-def served(where, frames, monkeypatch, tmp_path):
+def server_actions(export, frames, monkeypatch, tmp_path):
     """What PolicyServer answers."""
     monkeypatch.chdir(tmp_path)  # it makes a folder for logs where it is imported
     from lerobot.async_inference import helpers, policy_server
@@ -104,18 +104,18 @@ def served(where, frames, monkeypatch, tmp_path):
 
     monkeypatch.setattr(policy_server, "get_policy_class", lambda _: TinyPI05Policy)
     server = policy_server.PolicyServer(PolicyServerConfig())
-    features = hw_to_dataset_features(hardware(frames), "observation", use_video=False)
-    asked = helpers.RemotePolicyConfig("pi05", str(where), features, STEPS)
-    server.SendPolicyInstructions(SimpleNamespace(data=pickle.dumps(asked)), SimpleNamespace(peer=lambda: "x"))
-    raw = {**shown(frames[0]), "task": frames[0]["task"]}
+    features = hw_to_dataset_features(hardware_features(frames), "observation", use_video=False)
+    setup = helpers.RemotePolicyConfig("pi05", str(export), features, STEPS)
+    server.SendPolicyInstructions(SimpleNamespace(data=pickle.dumps(setup)), SimpleNamespace(peer=lambda: "x"))
+    raw = {**robot_observation(frames[0]), "task": frames[0]["task"]}
     torch.manual_seed(0)
     with torch.no_grad():
         answer = server._predict_action_chunk(helpers.TimedObservation(timestamp=0.0, timestep=0, observation=raw))
     return torch.stack([action.get_action() for action in answer])
 
 
-def compared(where, frames):
-    return compare_tools(TinyPI05Policy.from_pretrained(where).eval(), where, frames)
+def compare(export, frames):
+    return compare_tools(TinyPI05Policy.from_pretrained(export).eval(), export, frames)
 
 
 def largest(a, b):
@@ -123,41 +123,41 @@ def largest(a, b):
 
 
 def test_all_tools_play_an_export_in_robot_names(folder, frames, tmp_path, monkeypatch):
-    where = folder / "own"
-    found, expected = compared(where, frames), plain(where, frames)
-    assert found == {"select_action": 0.0, "lerobot-rollout": 0.0, "PolicyServer": 0.0}
-    assert largest(rollouts(where, frames, monkeypatch), expected) == 0.0
-    assert largest(served(where, frames, monkeypatch, tmp_path), expected) == 0.0
-    assert describe_tools(found) == ["select_action, lerobot-rollout, PolicyServer: as evaluate.py, bit for bit"]
+    export = folder / "own"
+    result, expected = compare(export, frames), plain_chunk(export, frames)
+    assert result == {"select_action": 0.0, "lerobot-rollout": 0.0, "PolicyServer": 0.0}
+    assert largest(rollout_actions(export, frames, monkeypatch), expected) == 0.0
+    assert largest(server_actions(export, frames, monkeypatch, tmp_path), expected) == 0.0
+    assert describe_tools(result) == ["select_action, lerobot-rollout, PolicyServer: as evaluate.py, bit for bit"]
 
 
 def test_export_with_renamed_keys_fails_as_reported(folder, frames, tmp_path, monkeypatch):
-    where = folder / "base"
-    found = compared(where, frames)
+    export = folder / "base"
+    result = compare(export, frames)
     with pytest.raises(ValueError, match="Visual feature mismatch"):
-        rollouts(where, frames, monkeypatch)
-    assert "image features are missing" in found["lerobot-rollout"]
+        rollout_actions(export, frames, monkeypatch)
+    assert "image features are missing" in result["lerobot-rollout"]
     with pytest.raises(KeyError, match=TOP):
-        served(where, frames, monkeypatch, tmp_path)
-    assert found["PolicyServer"] == f"KeyError: '{TOP}'"
-    assert any("select_action: ValueError" in line for line in describe_tools(found))
+        server_actions(export, frames, monkeypatch, tmp_path)
+    assert result["PolicyServer"] == f"KeyError: '{TOP}'"
+    assert any("select_action: ValueError" in line for line in describe_tools(result))
 
 
 def test_image_sizes_other_than_the_cameras_are_measured(folder, frames, tmp_path, monkeypatch):
     """PolicyServer stretches images to the sizes in config.json."""
-    where = tmp_path / "square"
+    export = tmp_path / "square"
     config = load_policy_config(folder / "own")
     for key in (TOP, WRIST):
         config.input_features[key].shape = (3, 32, 32)
     policy = load_policy(folder / "own", config)
-    save_pretrained(policy, *make_pre_post_processors(config, pretrained_path=str(folder / "own")), where)
-    found = compared(where, frames)
-    assert found["select_action"] == found["lerobot-rollout"] == 0.0 < found["PolicyServer"]
-    stretched = served(where, frames, monkeypatch, tmp_path)
-    assert found["PolicyServer"] == pytest.approx(largest(stretched, plain(where, frames)), rel=1e-6)
+    save_pretrained(policy, *make_pre_post_processors(config, pretrained_path=str(folder / "own")), export)
+    result = compare(export, frames)
+    assert result["select_action"] == result["lerobot-rollout"] == 0.0 < result["PolicyServer"]
+    stretched = server_actions(export, frames, monkeypatch, tmp_path)
+    assert result["PolicyServer"] == pytest.approx(largest(stretched, plain_chunk(export, frames)), rel=1e-6)
 
 
-def make_relative(folder, where):
+def make_relative(folder, export):
     """Write a policy anew, whose actions are relative to the state."""
     config = load_policy_config(folder)
     config.use_relative_actions = True
@@ -167,17 +167,18 @@ def make_relative(folder, where):
         preprocessor_overrides={"relative_actions_processor": {"enabled": True}},
         postprocessor_overrides={"absolute_actions_processor": {"enabled": True}},
     )
-    save_pretrained(load_policy(folder, config), *processors, where)
-    return where
+    save_pretrained(load_policy(folder, config), *processors, export)
+    return export
 
 
 def test_relative_actions_differ_by_the_state_they_start_from(folder, frames, tmp_path, monkeypatch):
-    where = make_relative(folder / "own", tmp_path / "relative")
-    found = compared(where, frames)
+    export = make_relative(folder / "own", tmp_path / "relative")
+    result = compare(export, frames)
     states = np.stack([frame["observation.state"].numpy() for frame in frames])
-    assert found["select_action"] == pytest.approx(np.abs(states - states[0]).max(), rel=1e-4) and states.std() > 0
-    assert found["PolicyServer"] == 0.0 == largest(served(where, frames, monkeypatch, tmp_path), plain(where, frames))
+    assert result["select_action"] == pytest.approx(np.abs(states - states[0]).max(), rel=1e-4) and states.std() > 0
+    answered = server_actions(export, frames, monkeypatch, tmp_path)
+    assert result["PolicyServer"] == 0.0 == largest(answered, plain_chunk(export, frames))
     with pytest.raises(NotImplementedError, match="--inference.type=rtc"):
-        rollouts(where, frames, monkeypatch)
-    assert "refuses relative actions, but with --inference.type=rtc" in found["lerobot-rollout"]
-    assert json.loads(json.dumps(found)) == found
+        rollout_actions(export, frames, monkeypatch)
+    assert "refuses relative actions, but with --inference.type=rtc" in result["lerobot-rollout"]
+    assert json.loads(json.dumps(result)) == result

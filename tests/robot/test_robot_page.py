@@ -117,9 +117,9 @@ def gantry(**limits):
 
 def observed(robot):
     """An observation as LeRobot's datasets have it, in a batch of one."""
-    seen = robot.get_observation()
-    images = {key: torch.from_numpy(seen[key.rpartition(".")[2]]).permute(2, 0, 1)[None] / 255 for key in SHOWN}
-    return {**images, "observation.state": torch.tensor([[seen[name] for name in AXES]])}
+    observation = robot.get_observation()
+    images = {key: torch.from_numpy(observation[key.rpartition(".")[2]]).permute(2, 0, 1)[None] / 255 for key in SHOWN}
+    return {**images, "observation.state": torch.tensor([[observation[name] for name in AXES]])}
 
 
 def loaded(folder):
@@ -204,10 +204,10 @@ def server(folder):
         yield service, addresses
 
 
-def in_gymnasiums_names(robot):
-    seen = robot.get_observation()
-    pixels = {key.rpartition(".")[2]: seen[key.rpartition(".")[2]][None] for key in SHOWN}
-    return {"agent_pos": np.array([[seen[name] for name in AXES]], np.float32), "pixels": pixels}
+def gym_observation(robot):
+    observation = robot.get_observation()
+    pixels = {key.rpartition(".")[2]: observation[key.rpartition(".")[2]][None] for key in SHOWN}
+    return {"agent_pos": np.array([[observation[name] for name in AXES]], np.float32), "pixels": pixels}
 
 
 def served_actions(service, robot):
@@ -215,7 +215,7 @@ def served_actions(service, robot):
     player, latest = service.sources[""].load(1), -1
     while True:
         first = max(latest, 0)
-        (chunk,) = player(in_gymnasiums_names(robot), [TASK], [(service.config.seed, "monday-1", 0, first)])
+        (chunk,) = player(gym_observation(robot), [TASK], [(service.config.seed, "monday-1", 0, first)])
         for latest in range(latest + 1, first + STEPS):  # noqa: B020
             yield chunk[latest - first]
 
@@ -242,9 +242,9 @@ def test_openpi_client_performs_actions_of_evaluate(folder, server, tmp_path):
     (episode,), player, stage = trial.episodes, trial.source.load(1), Stage(trial.makers, 1, 60)
     begin, chunks, played = [Playing(0, episode)], None, []
     while len(played) < Gantry.ACTIONS:
-        (_, (waiting,)), seen = stage.advance(begin, chunks)
+        (_, (waiting,)), observation = stage.advance(begin, chunks)
         key = (trial.config.seed, episode.task, episode.episode, waiting.decision)
-        begin, chunks = [], player(seen, [waiting.instruction], [key])
+        begin, chunks = [], player(observation, [waiting.instruction], [key])
         played += list(chunks[0])
     assert episode.seed == Gantry.SCENE and chunks.shape[1] == STEPS
     np.testing.assert_array_equal(Gantry.connected.performed, played[: Gantry.ACTIONS])

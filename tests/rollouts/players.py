@@ -78,12 +78,12 @@ def plain_loop(seed, key, replaced=(), delay=None, **options):
     """
     with gymnasium.make(f"{two_bins.__name__}:{two_bins.GYM_ID}", **options) as env:
         observation, _ = env.reset(seed=seed)
-        begun, instruction = env.unwrapped.state_hash(), env.unwrapped.task_description
+        initial_state, instruction = env.unwrapped.state_hash(), env.unwrapped.task_description
         over, steps, decisions, queue, arriving = False, 0, 0, [], {}
         while not over:
             if steps % (5 if delay is None else EXECUTED) == 0:
-                told = dict(replaced).get(instruction, instruction)
-                (chunk,) = Seeing()(stack([observation]), [told], [(*key, decisions)])
+                spoken = dict(replaced).get(instruction, instruction)
+                (chunk,) = Seeing()(stack([observation]), [spoken], [(*key, decisions)])
                 late = delay or 0 if decisions else 0  # the robot waits for the first
                 arriving[steps + late] = list(chunk)[late:]
                 decisions += 1
@@ -91,7 +91,7 @@ def plain_loop(seed, key, replaced=(), delay=None, **options):
             observation, _, terminated, truncated, info = env.step(queue.pop(0))
             steps += 1
             over = terminated or truncated
-    return instruction, info["is_success"], steps, decisions, begun, info["reached"]
+    return instruction, info["is_success"], steps, decisions, initial_state, info["reached"]
 
 
 class Faulty(TwoBins):

@@ -20,7 +20,7 @@ EPISODES = {number: Episode("plain", "two_bins", 0, 100 + number // 2) for numbe
 FIRST = {number: EPISODES[number] for number in range(3)}
 
 
-class Scattered:
+class ScatteredDecider:
     """Decides by what it sees and a decision's own numbers; notes what it was asked together."""
 
     def __init__(self):
@@ -36,9 +36,9 @@ def make_scheduler(stages=3, slots=3, cpus=0.1):
     return Scheduler(MAKERS, stages=stages, slots=slots, cpus=cpus, step_limit_s=60.0)
 
 
-def play(rollouts, disturb=lambda rollouts, asked: None):
+def play(rollouts, disturb=lambda rollouts, batches: None):
     """The line of each episode, what was decided together, and seconds."""
-    decide = Scattered()
+    decide = ScatteredDecider()
 
     def disturbed(observation, decisions):
         disturb(rollouts, decide.asked)
@@ -59,7 +59,7 @@ def test_pending_process_without_episode_is_not_awaited(rollouts):
     seats, without = rollouts.seats, make_scheduler(stages=1, slots=1, cpus=1000.0)
     rollouts.seats = seats + without.seats
     try:
-        assert len(rollouts.play_here(FIRST, Scattered())) == 3
+        assert len(rollouts.play_here(FIRST, ScatteredDecider())) == 3
         assert rollouts.take_seconds()[0] > 0 and rollouts.take_seconds() == (0.0, 0.0)
     finally:
         rollouts.seats = seats
@@ -72,18 +72,18 @@ def undisturbed(rollouts):
 
 
 def test_synchronous_episodes_match_plain_loop(undisturbed):
-    ended, asked, (simulation_s, rendering_s) = undisturbed
+    ended, batches, (simulation_s, rendering_s) = undisturbed
     assert list(ended) == list(EPISODES)
     assert len({line["initial_state"] for line in ended.values()}) == 6  # the scenes, of two episodes each
     for number in range(4):
         key = (3, "two_bins", number)
-        _, success, steps, decisions, begun, _ = plain_loop(EPISODES[number].seed, key, max_episode_steps=30)
+        _, success, steps, decisions, initial_state, _ = plain_loop(EPISODES[number].seed, key, max_episode_steps=30)
         line = ended[number]
-        found = (line["success_once"], line["steps"], line["decisions"], line["initial_state"])
-        assert found == (success, steps, decisions, begun)
-        assert sum(one[0] == number for half in asked for one in half) == decisions
+        actual = (line["success_once"], line["steps"], line["decisions"], line["initial_state"])
+        assert actual == (success, steps, decisions, initial_state)
+        assert sum(one[0] == number for half in batches for one in half) == decisions
     assert 0 < rendering_s < 30 and 0 < simulation_s < 30
-    assert max(map(len, asked)) <= 6  # no more at once than half of the environments hold
+    assert max(map(len, batches)) <= 6  # no more at once than half of the environments hold
 
 
 def test_killed_process_changes_no_episode_and_no_batch(rollouts, undisturbed):
@@ -93,15 +93,15 @@ def test_killed_process_changes_no_episode_and_no_batch(rollouts, undisturbed):
     """
     killed = []
 
-    def kill(rollouts, asked):
-        if len(asked) in (2, 5):
-            stage = rollouts.seats[1 if len(asked) == 2 else 2].stage
+    def kill(rollouts, batches):
+        if len(batches) in (2, 5):
+            stage = rollouts.seats[1 if len(batches) == 2 else 2].stage
             pid = ray.get(stage.__ray_call__.remote(lambda _: os.getpid()))
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
 
-    rollouts.play_here(FIRST, Scattered())
+    rollouts.play_here(FIRST, ScatteredDecider())
     ray.kill(rollouts.seats[0].stage)
     assert rollouts.take_seconds()[0] > 0  # the others'
-    ended, asked, _ = play(rollouts, kill)
-    assert len(set(killed)) == 2 and (ended, asked) == undisturbed[:2]
+    ended, batches, _ = play(rollouts, kill)
+    assert len(set(killed)) == 2 and (ended, batches) == undisturbed[:2]

@@ -37,7 +37,7 @@ class World:
         first = select_rows(observed(), [0])
         self.position, self._pixels, self.executed = first["agent_pos"][0], first["pixels"], []
 
-    def seen(self):
+    def observation(self):
         return {"agent_pos": self.position[None], "pixels": self._pixels}
 
     def step(self, action):
@@ -50,7 +50,7 @@ class World:
         return motors | {name: images[0] for name, images in self._pixels.items()}
 
 
-def played(player, world, delay, decisions):
+def rollout(player, world, delay, decisions):
     """What `act` has executed in a world."""
     left = None
     for decision in range(decisions):
@@ -77,17 +77,17 @@ def test_late_chunks_match_a_simulated_action_queue(pi05, relative, steps, delay
         if step in arrivals:
             queue = deque(arrivals[step][delay:])
         robot.step(queue.popleft())
-    found = played(Player(policy, pre, post, Acting(env=ENV)), World(), delay, 5)
-    np.testing.assert_array_equal(found, np.array(robot.executed))
-    at_once = played(Player(policy, pre, post, Acting(env=ENV)), World(), 0, 5)
-    assert np.array_equal(found, at_once) == (delay == 0)
+    actual = rollout(Player(policy, pre, post, Acting(env=ENV)), World(), delay, 5)
+    np.testing.assert_array_equal(actual, np.array(robot.executed))
+    at_once = rollout(Player(policy, pre, post, Acting(env=ENV)), World(), 0, 5)
+    assert np.array_equal(actual, at_once) == (delay == 0)
 
 
-def engines(policy, pre, post, delay, count, horizon, monkeypatch):
+def engine_actions(policy, pre, post, delay, count, horizon, monkeypatch):
     """What LeRobot's engine has a robot do, in `count` steps: its own loop, on a clock that only inference moves."""
     policy.config.rtc_config = config = RTCConfig(execution_horizon=horizon)
     policy.init_rtc_processor()
-    world, clock, seen, done = World(), [0.0], [], []
+    world, clock, observation, done = World(), [0.0], [], []
 
     def tick():
         action = engine.get_action(None)
@@ -101,7 +101,7 @@ def engines(policy, pre, post, delay, count, horizon, monkeypatch):
 
     def slowly(batch, **options):
         drawn = noise(*key(len(done)), (CHUNK, policy.config.max_action_dim))[None]
-        seen.append(options)
+        observation.append(options)
         chunk = predict(batch, noise=torch.from_numpy(drawn), **options)
         done.append(chunk)
         clock[0] += max(0.0, delay - 0.5) / FPS
@@ -128,7 +128,7 @@ def engines(policy, pre, post, delay, count, horizon, monkeypatch):
     engine.resume()
     engine._rtc_loop()
     assert not engine.failed
-    return np.array(world.executed), seen
+    return np.array(world.executed), observation
 
 
 @pytest.mark.parametrize(
@@ -139,15 +139,15 @@ def test_real_time_chunks_match_lerobot_engine(pi05, relative, steps, delay, hor
     """With as many guided actions as are left; or with its own 10, of which it guides the last ones to zeros."""
     count = 5 * steps - delay
     policy, pre, post = loaded(pi05, steps, relative)
-    expected, asked = engines(policy, pre, post, delay, count, horizon or CHUNK - steps, monkeypatch)
-    assert [options["inference_delay"] for options in asked[:3]] == [0, delay, delay]
-    assert [options["prev_chunk_left_over"].shape[-2] for options in asked[1:3]] == [horizon or CHUNK - steps] * 2
+    expected, calls = engine_actions(policy, pre, post, delay, count, horizon or CHUNK - steps, monkeypatch)
+    assert [options["inference_delay"] for options in calls[:3]] == [0, delay, delay]
+    assert [options["prev_chunk_left_over"].shape[-2] for options in calls[1:3]] == [horizon or CHUNK - steps] * 2
     policy, pre, post = loaded(pi05, steps, relative)
     policy.config.rtc_config = horizon and RTCConfig(execution_horizon=horizon)
-    found = played(Player(policy, pre, post, Acting(env=ENV, controller="rtc")), World(), delay, 5)
-    np.testing.assert_array_equal(found[:count], expected)
-    chunks = played(Player(*loaded(pi05, steps, relative), Acting(env=ENV)), World(), delay, 5)
-    assert np.abs(found[steps:count] - chunks[steps:count]).max() > 1e-3  # the guidance does matter
+    actual = rollout(Player(policy, pre, post, Acting(env=ENV, controller="rtc")), World(), delay, 5)
+    np.testing.assert_array_equal(actual[:count], expected)
+    chunks = rollout(Player(*loaded(pi05, steps, relative), Acting(env=ENV)), World(), delay, 5)
+    assert np.abs(actual[steps:count] - chunks[steps:count]).max() > 1e-3  # the guidance does matter
 
 
 @pytest.mark.parametrize(("relative", "delay"), [(False, 0), (True, 2)])
@@ -157,32 +157,32 @@ def test_policy_trained_with_delay_is_conditioned_on_executed_actions(pi05, rela
     policy, pre, post = loaded(pi05, steps, relative)
     policy.config.rtc_training_max_delay = 3
     player = Player(*copy.deepcopy((policy, pre, post)), Acting(env=ENV, controller="rtc"))
-    found, robot, loss, left = played(player, World(), delay, 5), World(), PI05Loss(policy), None
+    actual, robot, loss, left = rollout(player, World(), delay, 5), World(), PI05Loss(policy), None
     for decision in range(5):
-        given = {} if left is None else {"action": left}
-        batch = pre({**preprocess_observation(robot.seen()), "task": [TASK], **given})
+        prefix = {} if left is None else {"action": left}
+        batch = pre({**preprocess_observation(robot.seen()), "task": [TASK], **prefix})
         drawn = torch.from_numpy(noise(*key(decision), (CHUNK, policy.config.max_action_dim))[None])
-        chunk = continue_chunk(loss, batch, drawn, batch["action"] if given else None)
+        chunk = continue_chunk(loss, batch, drawn, batch["action"] if prefix else None)
         actions = post(chunk)
         for action in [*([] if left is None else left[0]), *actions[0, delay:steps]]:
             robot.step(action.numpy())
         left = actions[:, steps : steps + delay]
-    scale = np.abs(found).max()
-    np.testing.assert_allclose(found, np.array(robot.executed), atol=1e-5 * scale)
-    guided = played(Player(*loaded(pi05, steps, relative), Acting(env=ENV, controller="rtc")), World(), delay, 5)
-    assert np.abs(found - guided)[steps:].max() > 1e-3 * scale
+    scale = np.abs(actual).max()
+    np.testing.assert_allclose(actual, np.array(robot.executed), atol=1e-5 * scale)
+    guided = rollout(Player(*loaded(pi05, steps, relative), Acting(env=ENV, controller="rtc")), World(), delay, 5)
+    assert np.abs(actual - guided)[steps:].max() > 1e-3 * scale
 
 
 def test_real_time_chunks_of_a_row_are_independent_of_its_batch(pi05):  # noqa: F811
     """And real-time chunks too."""
     player = Player(*loaded(pi05, 4, True), Acting(env=ENV, controller="rtc"))
-    seen, keys = observed(), [(7, "two_bins", row, 0) for row in range(6)]
-    rests = [acted.rest for acted in player.act(seen, [TASK] * 6, keys, 2)]
+    observation, keys = observed(), [(7, "two_bins", row, 0) for row in range(6)]
+    rests = [acted.rest for acted in player.act(observation, [TASK] * 6, keys, 2)]
     keys = [(*name[:3], 1) for name in keys]
-    whole = [acted.actions for acted in player.act(seen, [TASK] * 6, keys, 2, rests)]
+    batched = [acted.actions for acted in player.act(observation, [TASK] * 6, keys, 2, rests)]
     for row in range(6):
-        (alone,) = player.act(select_rows(seen, [row]), [TASK], [keys[row]], 2, [rests[row]])
-        np.testing.assert_allclose(alone.actions, whole[row], atol=2e-6 * np.abs(np.array(whole)).max())
+        (alone,) = player.act(select_rows(observation, [row]), [TASK], [keys[row]], 2, [rests[row]])
+        np.testing.assert_allclose(alone.actions, batched[row], atol=2e-6 * np.abs(np.array(batched)).max())
 
 
 @pytest.mark.parametrize(

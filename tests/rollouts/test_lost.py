@@ -29,29 +29,29 @@ class Actor:
 @pytest.fixture
 def actors(monkeypatch):
     """All actors that were made; calls of `act` end in what `results` says of the first ones, and then in actions."""
-    made = SimpleNamespace(all=[], results=[])
+    stand_in = SimpleNamespace(all=[], results=[])
 
     def options(**_):
-        return SimpleNamespace(remote=lambda *arguments: made.all.append(Actor()) or made.all[-1])
+        return SimpleNamespace(remote=lambda *arguments: stand_in.all.append(Actor()) or stand_in.all[-1])
 
     def get(ref):
-        if ref[1] == "act" and isinstance(result := made.results.pop(0), Exception):
+        if ref[1] == "act" and isinstance(result := stand_in.results.pop(0), Exception):
             raise result
         return [Acted(np.zeros((2, 3)))]
 
     def kill(actor):
         actor.killed = True
 
-    stand_in = SimpleNamespace(
+    ray_stand_in = SimpleNamespace(
         ObjectRef=list,
         remote=lambda of: SimpleNamespace(options=options),
         wait=lambda refs, **_: (refs, []),
         get=get,
         kill=kill,
     )
-    monkeypatch.setattr(servers, "ray", stand_in)
-    monkeypatch.setattr(scheduler, "ray", stand_in)
-    return made
+    monkeypatch.setattr(servers, "ray", ray_stand_in)
+    monkeypatch.setattr(scheduler, "ray", ray_stand_in)
+    return stand_in
 
 
 def waiting():
@@ -96,9 +96,9 @@ def test_hanging_server_is_replaced_and_batch_retried(actors, monkeypatch):
         assert list(policy.decide([seat])) == []  # it starts and is asked
         with monkeypatch.context() as patch:
             patch.setattr(servers.ray, "wait", lambda refs, **_: ([], refs))
-            begun = clock[0]
+            start_s = clock[0]
             for waited_s in (limit_s - 1, limit_s + 1):
-                clock[0] = begun + waited_s
+                clock[0] = start_s + waited_s
                 assert list(policy.decide([seat])) == []
                 assert actors.all[number].killed == (waited_s > limit_s)
         assert len(actors.all) == number + 2

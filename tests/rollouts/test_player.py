@@ -77,12 +77,12 @@ def pi05(tmp_path_factory):
 
 def test_chunk_matches_lerobot_for_equal_noise(pi05, instructions):
     policy, pre, post = pi05
-    found = Player(policy, pre, post, Acting(env=ENV))(observed(), instructions, KEYS)
+    actual = Player(policy, pre, post, Acting(env=ENV))(observed(), instructions, KEYS)
     batch = pre({**preprocess_observation(observed()), "task": instructions})
     drawn = np.stack([noise(*key, (policy.config.chunk_size, policy.config.max_action_dim)) for key in KEYS])
     expected = post(policy.predict_action_chunk(batch, noise=torch.from_numpy(drawn)))[:, :4]
-    np.testing.assert_array_equal(found, expected.numpy())
-    assert found.shape == (len(KEYS), 4, 3) and found.dtype == np.float32
+    np.testing.assert_array_equal(actual, expected.numpy())
+    assert actual.shape == (len(KEYS), 4, 3) and actual.dtype == np.float32
 
 
 def test_equal_weights_are_shared_before_moving_to_device(tmp_path, monkeypatch):
@@ -142,7 +142,7 @@ def test_select_action_controller_matches_lerobot_loop(pi05, instructions):
     policy, pre, post = loaded(pi05, 4, relative=True)
     player = Player(policy, pre, post, Acting(env=ENV, controller="select_action"))
     seen, shape = observed(), (1, policy.config.chunk_size, policy.config.max_action_dim)
-    found = {0: [], 1: []}
+    actual = {0: [], 1: []}
     for decision in range(8):  # the second episode begins three steps later
         rows = [row for row, first in ((0, 0), (1, 3)) if decision >= first]
         steps = {row: decision - 3 * row for row in rows}
@@ -150,8 +150,8 @@ def test_select_action_controller_matches_lerobot_loop(pi05, instructions):
         actions = player(shown, [instructions[row] for row in rows], [(7, "two_bins", row, steps[row]) for row in rows])
         assert actions.shape == (len(rows), 1, 3)
         for row, action in zip(rows, actions, strict=True):
-            found[row].append(action[0])
-    for row, actions in found.items():
+            actual[row].append(action[0])
+    for row, actions in actual.items():
         policy.reset()
         for step, action in enumerate(actions):
             chunk = step // policy.config.n_action_steps
@@ -162,9 +162,9 @@ def test_select_action_controller_matches_lerobot_loop(pi05, instructions):
             with torch.no_grad():
                 expected = post(policy.select_action(batch))[0]
             np.testing.assert_allclose(action, expected.numpy(), rtol=1e-4, atol=1e-4)
-    whole = Player(policy, pre, post, Acting(env=ENV))
-    chunk = whole(select_rows(seen, [0]), instructions[:1], [(7, "two_bins", 0, 0)])[0]
-    np.testing.assert_allclose(found[0][:4] - chunk, np.arange(4)[:, None] * [[0.3] * 3], atol=1e-3)
+    batched = Player(policy, pre, post, Acting(env=ENV))
+    chunk = batched(select_rows(seen, [0]), instructions[:1], [(7, "two_bins", 0, 0)])[0]
+    np.testing.assert_allclose(actual[0][:4] - chunk, np.arange(4)[:, None] * [[0.3] * 3], atol=1e-3)
     with pytest.raises(RuntimeError, match="a policy process died"):
         player(select_rows(seen, [2]), instructions[:1], [(7, "two_bins", 2, 1)])
 
@@ -172,17 +172,17 @@ def test_select_action_controller_matches_lerobot_loop(pi05, instructions):
 def test_row_is_independent_of_its_batch_and_of_earlier_calls(pi05, instructions):
     player = Player(*pi05, Acting(env=ENV))
     seen = observed()
-    whole = player(seen, instructions, KEYS)
+    batched = player(seen, instructions, KEYS)
     torch.manual_seed(5)
     alone = np.concatenate([player(select_rows(seen, [i]), [instructions[i]], [KEYS[i]]) for i in range(len(KEYS))])
-    scale = np.abs(whole).max()
-    np.testing.assert_allclose(alone, whole, atol=2e-6 * scale)  # what rounding of batched arithmetic leaves
+    scale = np.abs(batched).max()
+    np.testing.assert_allclose(alone, batched, atol=2e-6 * scale)  # what rounding of batched arithmetic leaves
     order = [4, 0, 5, 2, 1, 3]
     # In batches of one size even that is gone.
     same = player(select_rows(seen, order), [instructions[i] for i in order], [KEYS[i] for i in order])
-    np.testing.assert_array_equal(same, whole[order])
+    np.testing.assert_array_equal(same, batched[order])
     other = player(seen, instructions, [(8, *key[1:]) for key in KEYS])
-    assert np.abs(other - whole).max() > 0.01 * scale  # the noise does matter
+    assert np.abs(other - batched).max() > 0.01 * scale  # the noise does matter
 
 
 def act():
@@ -197,12 +197,12 @@ def test_mixed_precision_matches_lerobot_eval(instructions):
     plain = player(observed(), instructions, KEYS)
     np.testing.assert_array_equal(plain, player(observed(), instructions, [(9, *key[1:]) for key in KEYS]))
     policy.config.use_amp = True
-    found = player(observed(), instructions, KEYS)
+    actual = player(observed(), instructions, KEYS)
     batch = pre({**preprocess_observation(observed()), "task": instructions})
     with torch.no_grad(), torch.autocast("cpu"):
         expected = post(policy.predict_action_chunk(batch))[:, :3]
-    np.testing.assert_array_equal(found, expected.float().numpy())
-    assert found.shape == (len(KEYS), 3, 3) and not np.array_equal(found, plain)
+    np.testing.assert_array_equal(actual, expected.float().numpy())
+    assert actual.shape == (len(KEYS), 3, 3) and not np.array_equal(actual, plain)
 
 
 @pytest.mark.parametrize("kind", ["eo1", "xvla"])
@@ -215,7 +215,7 @@ def test_packed_image_rows_match_lerobot(kind, tmp_path, instructions):
         run = resolved(root, kind)
         policy, (pre, post) = run.policy.start().eval(), run.policy.processors()
         player, before = Player(policy, pre, post, Acting(env=ENV)), torch.get_rng_state()
-        found = player(select_rows(seen, list(rows)), instructions[:4], KEYS[:4])
+        actual = player(select_rows(seen, list(rows)), instructions[:4], KEYS[:4])
         assert torch.equal(before, torch.get_rng_state())
         for row in rows:
             shown = preprocess_observation(select_rows(seen, [row]))
@@ -224,9 +224,9 @@ def test_packed_image_rows_match_lerobot(kind, tmp_path, instructions):
             policy.reset()
             for step in range(policy.config.n_action_steps):
                 expected = post(policy.select_action(batch)).numpy()
-                np.testing.assert_allclose(found[row, step], expected[0], rtol=1e-5, atol=1e-5)
-    assert found.shape == (4, 4, 3)
-    np.testing.assert_array_equal(player(select_rows(seen, [2]), [instructions[2]], [KEYS[2]]), found[2:3])
+                np.testing.assert_allclose(actual[row, step], expected[0], rtol=1e-5, atol=1e-5)
+    assert actual.shape == (4, 4, 3)
+    np.testing.assert_array_equal(player(select_rows(seen, [2]), [instructions[2]], [KEYS[2]]), actual[2:3])
 
 
 def in_libero(rows=2):
@@ -258,14 +258,14 @@ def test_xvla_in_libero_matches_lerobot(normalises, tmp_path):
     done = ("xvla_image_to_float", "xvla_imagenet_normalize", "xvla_add_domain_id")
     plain.steps = [step for step in pre.steps if getattr(step, "_registry_name", None) not in done]
     player = Player(policy, pre if normalises else plain, post, Acting(env=env))
-    found = player(in_libero(), tasks, keys)
+    actual = player(in_libero(), tasks, keys)
     before, after = make_env_pre_post_processors(env, policy.config)
     for row, key in enumerate(keys):
         shown = before({**preprocess_observation(select_rows(in_libero(), [row])), "task": tasks[:1]})
         torch.manual_seed(int(generator(*key).integers(2**63)))
         policy.reset()
         expected = [after({"action": post(policy.select_action(plain(shown)))})["action"] for _ in range(4)]
-        np.testing.assert_allclose(found[row], torch.cat(expected).numpy(), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(actual[row], torch.cat(expected).numpy(), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="outside"):
         pre(shown)
     # As a dataset has it: turned round, and not normalised.
@@ -366,20 +366,20 @@ def test_masked_cameras_of_training_are_masked(masked, instructions):
     trained = saved_shapes(masked, config)
     assert trained == {"observation.state": (3,), "action": (3,)}
     check_fits(config, ENV, {}, trained)
-    found = Player(load_policy(masked, config), *load_processors(masked, config), Acting(env=ENV))(
+    actual = Player(load_policy(masked, config), *load_processors(masked, config), Acting(env=ENV))(
         observed(), instructions, KEYS
     )
-    theirs = get_policy_class("tiny_pi05").from_pretrained(masked)
+    lerobot_policy = get_policy_class("tiny_pi05").from_pretrained(masked)
     drawn = np.stack([noise(*key, (config.chunk_size, config.max_action_dim)) for key in KEYS])
-    theirs.model.sample_noise = lambda shape, device: torch.from_numpy(drawn)
+    lerobot_policy.model.sample_noise = lambda shape, device: torch.from_numpy(drawn)
     pre, post = make_pre_post_processors(config, pretrained_path=str(masked))
     seen = preprocess_observation(observed())
     batch = pre({**{key: seen[key] for key in (*SEEN, "observation.state")}, "task": instructions})
-    images, masks = theirs._preprocess_images(batch)
+    images, masks = lerobot_policy._preprocess_images(batch)
     assert [bool(mask.all()) for mask in masks] == [True, True, False] and len(images) == 3
     for step in range(3):
-        np.testing.assert_array_equal(found[:, step], post(theirs.select_action(batch)).numpy())
-    np.testing.assert_array_equal(found, post(theirs.predict_action_chunk(batch)).numpy())
+        np.testing.assert_array_equal(actual[:, step], post(lerobot_policy.select_action(batch)).numpy())
+    np.testing.assert_array_equal(actual, post(lerobot_policy.predict_action_chunk(batch)).numpy())
 
 
 def test_pretrained_input_features_do_not_count_as_another_robot(masked):
@@ -387,9 +387,9 @@ def test_pretrained_input_features_do_not_count_as_another_robot(masked):
     state, action = {"observation.state": (3,)}, {"action": (3,)}
     check_fits(config, ENV, {}, state)
     check_fits(config, ENV, {})  # a shorter state is padded, where no statistics are known
-    for trained, found in (({"observation.state": (4,)}, r"'observation.state' has the shape \(4,\)"),
+    for trained, actual in (({"observation.state": (4,)}, r"'observation.state' has the shape \(4,\)"),
                            ({**state, "action": (4,)}, r"'action' has the shape \(4,\)")):  # fmt: skip
-        with pytest.raises(ValueError, match=f"{found}.*another robot"):
+        with pytest.raises(ValueError, match=f"{actual}.*another robot"):
             check_fits(config, ENV, {}, trained)
     config.max_state_dim = 40
     with pytest.raises(ValueError, match=r"has the shape \(32,\).*another robot"):
@@ -433,12 +433,12 @@ def chunks(labelled, instructions, **options):
 
 
 def test_advantage_label_is_appended_to_instruction(labelled, instructions):
-    said = [f"{text}, Advantage: positive" for text in instructions]
-    found = chunks(labelled, instructions, advantage="positive")
-    np.testing.assert_array_equal(found, chunks(labelled, said))
-    np.testing.assert_array_equal(found, chunks(labelled, said, advantage="positive"))  # once
-    assert not np.array_equal(found, chunks(labelled, instructions, advantage="negative"))
-    assert not np.array_equal(found, chunks(labelled, instructions))
+    spoken = [f"{text}, Advantage: positive" for text in instructions]
+    actual = chunks(labelled, instructions, advantage="positive")
+    np.testing.assert_array_equal(actual, chunks(labelled, spoken))
+    np.testing.assert_array_equal(actual, chunks(labelled, spoken, advantage="positive"))  # once
+    assert not np.array_equal(actual, chunks(labelled, instructions, advantage="negative"))
+    assert not np.array_equal(actual, chunks(labelled, instructions))
 
 
 def test_guidance_extrapolates_between_unlabelled_and_labelled_chunks(labelled, instructions, monkeypatch):
@@ -447,8 +447,8 @@ def test_guidance_extrapolates_between_unlabelled_and_labelled_chunks(labelled, 
     monkeypatch.setattr(labelled[0].config, "num_inference_steps", 1)
     with_label, without = (chunks(labelled, instructions, advantage=label) for label in ("positive", None))
     for guidance in (0.0, 1.0 + 1e-6, 2.5):
-        found = chunks(labelled, instructions, advantage="positive", guidance=guidance)
-        np.testing.assert_allclose(found, without + guidance * (with_label - without), **near)
+        actual = chunks(labelled, instructions, advantage="positive", guidance=guidance)
+        np.testing.assert_allclose(actual, without + guidance * (with_label - without), **near)
     monkeypatch.undo()
     with_label = chunks(labelled, instructions, advantage="positive")
     almost = chunks(labelled, instructions, advantage="positive", guidance=1.0 + 1e-6)
@@ -475,16 +475,16 @@ def writer(labelled, monkeypatch):
 
 def test_policy_acts_on_its_generated_text(writer, instructions, monkeypatch):
     labelled, texts, prompts = writer
-    found = chunks(labelled, instructions, subtask=True)
-    said = list(map(with_text, instructions, texts))
+    actual = chunks(labelled, instructions, subtask=True)
+    spoken = list(map(with_text, instructions, texts))
     near = {"rtol": 1e-4, "atol": 1e-4}
-    np.testing.assert_allclose(found, chunks(labelled, said), **near)
-    assert not np.allclose(found, chunks(labelled, instructions), **near)
+    np.testing.assert_allclose(actual, chunks(labelled, spoken), **near)
+    assert not np.allclose(actual, chunks(labelled, instructions), **near)
     (alone,) = prompts
     assert not any("subtask" in prompt for prompt in alone)
     # The label stays the last, as in training.
     both = {"advantage": "positive", "guidance": 1.5}
-    expected = chunks(labelled, said, **both)
+    expected = chunks(labelled, spoken, **both)
     embedded, embed = [], PI05Loss._embed_images
     monkeypatch.setattr(PI05Loss, "_embed_images", lambda self, images: embedded.append(images) or embed(self, images))
     np.testing.assert_allclose(chunks(labelled, instructions, subtask=True, **both), expected, **near)
@@ -497,9 +497,9 @@ def test_generated_text_is_returned_per_row(writer, instructions, controller):
     keys = [(7, "two_bins", episode, 0) for episode in range(6)]
     player = Player(*labelled, Acting(env=ENV, subtask=True, controller=controller))
     acted = player.act(observed(), instructions, keys, int(controller == "rtc"))
-    assert [one.text for one in acted] == texts
+    assert [result.text for result in acted] == texts
     player = Player(*labelled, Acting(env=ENV, controller=controller))
-    assert all(one.text is None for one in player.act(observed(), instructions, keys, 1))
+    assert all(result.text is None for result in player.act(observed(), instructions, keys, 1))
 
 
 def test_guidance_requires_label_and_flow_policy(pi05):

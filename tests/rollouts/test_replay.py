@@ -23,13 +23,13 @@ def episode():
     """An episode's line and its actions, and what a viewer saw of it."""
     with MAKE() as env:
         env.reset(seed=5)
-        line, seen = {"seed": 5, "episode": 0, "initial_state": env.unwrapped.state_hash()}, [env.render()]
+        line, views = {"seed": 5, "episode": 0, "initial_state": env.unwrapped.state_hash()}, [env.render()]
         _, actions = demonstrate(env.unwrapped._scene, env.unwrapped.task)
         for action in actions:
             *_, info = env.step(action)
-            seen.append(env.render())
+            views.append(env.render())
         line |= {"final_state": env.unwrapped.state_hash(), "success_at_end": info["is_success"]}
-    return line, actions, seen
+    return line, actions, views
 
 
 def frames_of(webp):
@@ -41,12 +41,12 @@ def frames_of(webp):
 
 
 def test_film_shows_every_step_at_recorded_speed(episode):
-    line, actions, seen = episode
+    line, actions, views = episode
     frames, durations = zip(*frames_of(film(MAKE, line, actions)), strict=True)
     # Frames that show the same are one in the file.
-    assert 10 < len(frames) <= len(seen)
+    assert 10 < len(frames) <= len(views)
     assert sum(durations[:-1]) <= 100 * len(actions) <= sum(durations)
-    for picture, expected in ((frames[0], seen[0]), (frames[-1], seen[-1])):
+    for picture, expected in ((frames[0], views[0]), (frames[-1], views[-1])):
         assert picture.shape == (round(len(expected) * MAX_WIDTH / expected.shape[1]), MAX_WIDTH, 3)
         exact = np.asarray(Image.fromarray(expected).resize(picture.shape[1::-1]))
         assert np.abs(picture.astype(int) - exact).mean() < 4

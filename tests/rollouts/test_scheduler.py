@@ -64,9 +64,9 @@ def expected(episodes):
 def test_failing_episode_is_an_error_and_others_are_unaffected(ray_cluster, episodes, expected):
     """Of six processes that simulate, a cluster of 3 CPUs has capacity for four beside the policy."""
     gym = FAULTY_ID, {"seed": 1005, "how": "dies"}
-    found = played(episodes, gym, env_actors=6, policy_actors=2, batch_size=1)
-    assert set(found) == set(episodes)
-    for episode, line in found.items():
+    actual = played(episodes, gym, env_actors=6, policy_actors=2, batch_size=1)
+    assert set(actual) == set(episodes)
+    for episode, line in actual.items():
         assert ("its process died" in line) if episode.seed == 1005 else (line == expected[episode])
 
 
@@ -126,20 +126,20 @@ def test_server_returns_each_row_its_own_actions(exact):
     """Rows of several policies and stages in one call, some of them blindfolded."""
     players = {"a": Echo(1), "b": Echo(2)}
     server = PolicyServer(players, batch_size=2, exact=exact)
-    seen = [
+    observations = [
         {"agent_pos": np.arange(n)[:, None] + 10.0 * first, "pixels": {"top": np.full((n, 4, 4, 3), 9, np.uint8)}}
         for first, n in ((1, 3), (2, 2))
     ]
     rows = [Row("ab"[i % 2], "x" * i, i in (1, 4), (0, "t", 100 + i, 0)) for i in range(5)]
-    chunks, left, texts = zip(*server.act(rows, *seen), strict=True)
+    chunks, left, texts = zip(*server.act(rows, *observations), strict=True)
     actions = np.stack(chunks)
     assert left == texts == (None,) * 5
     xs = [10, 11, 12, 20, 21]
     assert actions[:, 0].tolist() == [[1 + i % 2, 0 if i in (1, 4) else 9, xs[i], i, 100 + i] for i in range(5)]
-    assert all(part["pixels"]["top"].all() for part in seen)
+    assert all(part["pixels"]["top"].all() for part in observations)
     assert players["a"].batches == ([2, 2] if exact else [2, 1])  # three rows
     players["a"].predicts_rows_alone = True  # a full batch would not change the result
-    server.act(rows, *seen)
+    server.act(rows, *observations)
     assert players["a"].batches[2:] == [2, 1]
 
 

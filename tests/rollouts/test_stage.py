@@ -18,11 +18,11 @@ from vla_finetuning.rollouts.episodes import Episode, Playing
 from vla_finetuning.rollouts.stage import Decision, Stage
 
 
-def begun(number, seed=1000, task="two_bins"):
+def playing_of(number, seed=1000, task="two_bins"):
     return Playing(number, Episode("plain", task, 0, seed))
 
 
-EPISODES = [begun(number, 1000 + number) for number in range(7)]
+EPISODES = [playing_of(number, 1000 + number) for number in range(7)]
 MAKERS = {"two_bins": partial(gymnasium.make, two_bins.GYM_ID)}
 CHUNK = 4
 
@@ -30,7 +30,7 @@ CHUNK = 4
 @functools.cache
 def paths():
     """Where the demonstrator goes in each episode, and what a plain loop says of it."""
-    found = {}
+    lines = {}
     for start in EPISODES:
         number = start.number
         with gymnasium.make(two_bins.GYM_ID) as env:
@@ -45,23 +45,23 @@ def paths():
                 if terminated:
                     break
             instruction = env.unwrapped.task_description
-        found[number] = actions, (instruction, info["is_success"], step + 1, reward, state, info)
-    return found
+        lines[number] = actions, (instruction, info["is_success"], step + 1, reward, state, info)
+    return lines
 
 
 def played(make, slots, episodes):
     """What became of episodes, by number, and the decisions of each call, in their order."""
     playing, left = Stage({"two_bins": make}, slots, step_limit_s=60), list(episodes)
-    found, order, chunks = {}, [], None
+    lines, order, chunks = {}, [], None
     while True:
-        (ended, waiting), seen = playing.advance(left, chunks)
-        found |= ended
+        (ended, waiting), observation = playing.advance(left, chunks)
+        lines |= ended
         order.append([(decision.number, decision.decision) for decision in waiting])
-        left = [start for start in left if start.number not in {*found, *(number for number, _ in order[-1])}]
+        left = [start for start in left if start.number not in {*lines, *(number for number, _ in order[-1])}]
         if not waiting:
-            return found, order
-        assert seen["agent_pos"].shape == (len(waiting), 3)
-        assert all(image.any() for images in seen["pixels"].values() for image in images)
+            return lines, order
+        assert observation["agent_pos"].shape == (len(waiting), 3)
+        assert all(image.any() for images in observation["pixels"].values() for image in images)
         chunks = np.stack([paths()[number][0][CHUNK * decision :][:CHUNK] for number, decision in order[-1]])
 
 
@@ -72,25 +72,25 @@ def outcome(line):
 
 @pytest.mark.parametrize("slots", [3, 10])
 def test_stage_episodes_match_plain_loop(slots):
-    found, order = played(MAKERS["two_bins"], slots, EPISODES)
-    assert found.keys() == paths().keys()
-    assert all(outcome(line) == paths()[number][1] for number, line in found.items())
-    ends = [(line["success_at_end"], line["success_at_reset"]) for line in found.values()]
-    assert ends == [(line["success_once"], False) for line in found.values()]
-    assert found[3]["success_once"] is False and max(map(len, order)) == min(slots, len(EPISODES))
+    lines, order = played(MAKERS["two_bins"], slots, EPISODES)
+    assert lines.keys() == paths().keys()
+    assert all(outcome(line) == paths()[number][1] for number, line in lines.items())
+    ends = [(line["success_at_end"], line["success_at_reset"]) for line in lines.values()]
+    assert ends == [(line["success_once"], False) for line in lines.values()]
+    assert lines[3]["success_once"] is False and max(map(len, order)) == min(slots, len(EPISODES))
 
 
 def test_restored_episode_is_identical_and_keeps_its_order():
-    expected, held = paths(), [begun(number, 1000 + number) for number in range(3)]
-    for playing in held:
+    expected, restored = paths(), [playing_of(number, 1000 + number) for number in range(3)]
+    for playing in restored:
         actions = expected[playing.number][0]
         playing.chunks = list(actions[: 2 * CHUNK].reshape(2, CHUNK, -1))
-    (ended, waiting), seen = Stage(MAKERS, 3, step_limit_s=60).advance([*held, begun(3, 1003)])
+    (ended, waiting), observation = Stage(MAKERS, 3, step_limit_s=60).advance([*restored, playing_of(3, 1003)])
     assert not ended and [(d.number, d.decision) for d in waiting] == [(0, 2), (1, 2), (2, 2)]
-    assert all(image.any() for images in seen["pixels"].values() for image in images)
+    assert all(image.any() for images in observation["pixels"].values() for image in images)
     # One that was in its last chunk leaves its place to the next.
-    held[0].chunks = np.array_split(expected[0][0], len(expected[0][0]) // CHUNK)
-    (ended, waiting), _ = Stage(MAKERS, 3, step_limit_s=60).advance([*held, begun(3, 1003)])
+    restored[0].chunks = np.array_split(expected[0][0], len(expected[0][0]) // CHUNK)
+    (ended, waiting), _ = Stage(MAKERS, 3, step_limit_s=60).advance([*restored, playing_of(3, 1003)])
     assert outcome(ended[0]) == expected[0][1]
     assert [(d.number, d.decision) for d in waiting] == [(3, 0), (1, 2), (2, 2)]
 
@@ -117,10 +117,10 @@ def test_failing_environment_fails_its_episode_alone(monkeypatch, how, times):
     plain, order = played(MAKERS["two_bins"], 2, EPISODES[:4])
     monkeypatch.setattr(Failing, "how", how)
     monkeypatch.setattr(Failing, "times", times)
-    found, order_of_failing = played(partial(gymnasium.make, FAILING_ID), 2, EPISODES[:4])
+    lines, order_of_failing = played(partial(gymnasium.make, FAILING_ID), 2, EPISODES[:4])
     assert Failing.times == 0
-    failed = found.pop(1) if times == 3 else None
-    assert found == {number: one for number, one in plain.items() if failed is None or number != 1}
+    failed = lines.pop(1) if times == 3 else None
+    assert lines == {number: line for number, line in plain.items() if failed is None or number != 1}
     if failed is None:
         assert order_of_failing == order
     else:
@@ -140,16 +140,16 @@ def test_final_observation_is_returned_on_truncation(limit):
         env.reset(seed=1000)
         for _ in range(limit):
             last, *_ = env.step(away[0, 0])
-    playing, start = Stage({"two_bins": make}, 1, step_limit_s=60), replace(begun(0), bootstraps=True)
+    playing, start = Stage({"two_bins": make}, 1, step_limit_s=60), replace(playing_of(0), bootstraps=True)
     playing.advance([start])
     for decision in (1, 2, 3):
-        (ended, waiting), seen = playing.advance([], away)
+        (ended, waiting), observation = playing.advance([], away)
         assert not ended and waiting[0].decision == decision
-    again = Stage({"two_bins": make}, 1, step_limit_s=60).advance([replace(start, chunks=list(away.repeat(3, 0)))])
-    for observation in (seen, again[1]):
-        np.testing.assert_array_equal(observation["agent_pos"][0], last["agent_pos"])
+    resumed = Stage({"two_bins": make}, 1, step_limit_s=60).advance([replace(start, chunks=list(away.repeat(3, 0)))])
+    for actual in (observation, resumed[1]):
+        np.testing.assert_array_equal(actual["agent_pos"][0], last["agent_pos"])
         for name, image in last["pixels"].items():
-            np.testing.assert_array_equal(observation["pixels"][name][0], image)
+            np.testing.assert_array_equal(actual["pixels"][name][0], image)
     (ended, waiting), _ = playing.advance([], away)
     line = ended[0]
     assert (line["steps"], line["truncated"], len(line["rewards"])) == (limit, True, 3) and not waiting
@@ -172,7 +172,7 @@ class EndsEarly(two_bins.TwoBins):
 def test_unrendered_final_state_is_not_bootstrapped():
     away = np.zeros((1, CHUNK, 3), np.float32)
     playing = Stage({"two_bins": lambda: gymnasium.wrappers.TimeLimit(EndsEarly(), 40)}, 1, step_limit_s=60)
-    playing.advance([replace(begun(0), bootstraps=True)])
+    playing.advance([replace(playing_of(0), bootstraps=True)])
     playing.advance([], away)
     with pytest.raises(ContractError, match="after 6 steps, before its step limit.*--grpo.bootstrap_time_limit"):
         playing.advance([], away)
@@ -180,7 +180,7 @@ def test_unrendered_final_state_is_not_bootstrapped():
 
 def test_slot_has_one_environment_of_its_current_task():
     """What another task's environment holds, a simulator's memory, is let go, also where it cannot close."""
-    made, closed = [], []
+    environments, closed = [], []
 
     class Noted(two_bins.TwoBins):
         def close(self):
@@ -188,18 +188,18 @@ def test_slot_has_one_environment_of_its_current_task():
             raise RuntimeError("the simulator is gone")
 
     def make(task):
-        made.append((task, Noted()))
-        return made[-1][1]
+        environments.append((task, Noted()))
+        return environments[-1][1]
 
     playing = Stage({task: partial(make, task) for task in "ab"}, 1, step_limit_s=60)
-    assert [task for task, _ in made] == ["a"]  # what cannot be made is known at once
+    assert [task for task, _ in environments] == ["a"]  # what cannot be made is known at once
     for number, task in enumerate("aabba"):
-        playing.advance([begun(number, task=task)])
-        goal = made[-1][1]._scene.place(made[-1][1].task)
+        playing.advance([playing_of(number, task=task)])
+        goal = environments[-1][1]._scene.place(environments[-1][1].task)
         while playing.advance([], np.tile(np.float32(goal), (1, 40, 1)))[0][1]:
             pass
-    assert [task for task, _ in made] == ["a", "b", "a"]
-    assert closed == [env for _, env in made[:2]]
+    assert [task for task, _ in environments] == ["a", "b", "a"]
+    assert closed == [env for _, env in environments[:2]]
 
 
 def test_first_reset_of_an_environment_has_the_long_time_limit(monkeypatch):
@@ -216,8 +216,8 @@ def test_first_reset_of_an_environment_has_the_long_time_limit(monkeypatch):
 def test_images_are_rendered_only_for_decisions(monkeypatch):
     playing = Stage(MAKERS, 1, step_limit_s=60)
     looks = []
-    monkeypatch.setattr(two_bins_scene, "render", lambda *seen: looks.append(1) or render(*seen))
-    (_, (decision,)), _ = playing.advance([begun(5)])
+    monkeypatch.setattr(two_bins_scene, "render", lambda *observation: looks.append(1) or render(*observation))
+    (_, (decision,)), _ = playing.advance([playing_of(5)])
     assert decision == Decision(5, 0, decision.instruction) and len(looks) == 1
     playing.advance([], np.zeros((1, 6, 3), np.float32))
     assert len(looks) == 2

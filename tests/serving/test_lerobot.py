@@ -32,11 +32,11 @@ def camera_image(name):
 
 def expected(service, session, step):
     """The chunk that the policy computes in process, of the images as the cameras took them."""
-    seen = {
+    observed = {
         "agent_pos": np.array([[1, 2, 3]], np.float32),
         "pixels": {name: camera_image(name)[None] for name in SIZES},
     }
-    return service.sources[""].load(1)(seen, [TASK], [(service.config.seed, session, 0, step)])[0]
+    return service.sources[""].load(1)(observed, [TASK], [(service.config.seed, session, 0, step)])[0]
 
 
 class Stub:
@@ -63,8 +63,8 @@ class Stub:
         return pickle.loads(self.stub.GetActions(services_pb2.Empty()).data)
 
 
-def observation(step=0, must_go=True, **others):
-    raw = {**STATE, **{name: camera_image(name) for name in SIZES}, "task": TASK, **others}
+def observation(step=0, must_go=True, **changes):
+    raw = {**STATE, **{name: camera_image(name) for name in SIZES}, "task": TASK, **changes}
     raw = {key: value for key, value in raw.items() if value is not None}
     return TimedObservation(timestamp=100.0, timestep=step, observation=raw, must_go=must_go)
 
@@ -167,16 +167,16 @@ def test_token_is_read_from_policy_name(service, handle):
 def test_oldest_session_stays_if_it_is_active(service, handle, monkeypatch):
     monkeypatch.setattr(lerobot, "MOST_CLIENTS", 2)
     with served(service, handle) as addresses:
-        first, *others = (Stub(addresses, pretrained_name_or_path=f"x?session={i}") for i in range(4))
+        first, *recent = (Stub(addresses, pretrained_name_or_path=f"x?session={i}") for i in range(4))
         first.begin()
-        for other in others:
+        for other in recent:
             other.begin()
             first.send(observation())
         with pytest.raises(grpc.RpcError, match="this connection has no session"):
-            others[0].send(observation())
+            recent[0].send(observation())
         metrics = f"http://127.0.0.1:{addresses.port}/metrics"
         assert 'vla_sessions{protocol="lerobot"} 2.0' in urllib.request.urlopen(metrics).read().decode()
-        others[-1].stub.Ready(services_pb2.Empty())
+        recent[-1].stub.Ready(services_pb2.Empty())
         assert 'vla_sessions{protocol="lerobot"} 1.0' in urllib.request.urlopen(metrics).read().decode()
 
 

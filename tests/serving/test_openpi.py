@@ -18,10 +18,10 @@ INSTRUCTION = "go to the red bin"
 TOKEN = "0123456789abcdef"
 
 
-def message(row=0, **others):
-    seen = select_rows(observed(), [row])
-    images = {f"observation.images.{name}": image[0] for name, image in seen["pixels"].items()}
-    return {**images, "observation.state": seen["agent_pos"][0], "prompt": INSTRUCTION, **others}
+def message(row=0, **changes):
+    observation = select_rows(observed(), [row])
+    images = {f"observation.images.{name}": image[0] for name, image in observation["pixels"].items()}
+    return {**images, "observation.state": observation["agent_pos"][0], "prompt": INSTRUCTION, **changes}
 
 
 def without(name):
@@ -48,9 +48,9 @@ def test_openpi_client_receives_in_process_chunk(openpi, service, addresses):
     about = client.get_server_metadata()
     assert about["session"] == "ours" and about["sees"]["observation.state"] == 3
     for decision in range(2):
-        found = client.infer(message(decision))["actions"]
-        np.testing.assert_array_equal(found, expected(service, "ours", decision, decision))
-        assert found.shape == (about["chunk_size"], 3) and found.dtype == np.float32
+        actual = client.infer(message(decision))["actions"]
+        np.testing.assert_array_equal(actual, expected(service, "ours", decision, decision))
+        assert actual.shape == (about["chunk_size"], 3) and actual.dtype == np.float32
 
 
 # What `openpi_client.msgpack_numpy` 0.1.2 packed {"state": np.arange(3, dtype=np.float32), "prompt": "go"} into.
@@ -112,11 +112,11 @@ def test_foreign_names_are_mapped_and_vectors_joined(service, tmp_path):
     sent = message()
     image, state = sent.pop("observation.images.top"), sent.pop("observation.state")
     nested = {"observation": {"images": {"front": sent.pop("observation.images.front").transpose(2, 0, 1)}}}
-    found, _ = interface.read({**sent, **nested, "gripper": state[2], "joints": state[:2], "side": image})
+    actual, _ = interface.read({**sent, **nested, "gripper": state[2], "joints": state[:2], "side": image})
     plain, _ = next(iter(service.interfaces.values())).read(message())
-    np.testing.assert_array_equal(found["state"], plain["state"])
+    np.testing.assert_array_equal(actual["state"], plain["state"])
     for name, pixels in plain["pixels"].items():
-        np.testing.assert_array_equal(found["pixels"][name], pixels)
+        np.testing.assert_array_equal(actual["pixels"][name], pixels)
     with pytest.raises(ValueError, match="does not see; it sees .*did you mean observation.images.top"):
         make_service(folder_of(service), '--rename_map={"side": "observation.images.tops"}')
 
@@ -136,10 +136,10 @@ def test_url_path_selects_robot(openpi, tmp_path):
     with served(service, handle := InProcess(service)) as addresses:
         client = openpi.WebsocketClientPolicy(f"ws://127.0.0.1:{addresses.port}/gantry?session=ours")
         assert client.get_server_metadata()["robot"] == "gantry"
-        found = client.infer(message())["actions"]
+        actual = client.infer(message())["actions"]
         with pytest.raises(ConnectionClosedError, match="which robot. 'leg' is none of arm, gantry"):
             openpi.WebsocketClientPolicy(f"ws://127.0.0.1:{addresses.port}/leg")
-    np.testing.assert_array_equal(found, expected(service, "ours", 0, robot="gantry"))
+    np.testing.assert_array_equal(actual, expected(service, "ours", 0, robot="gantry"))
     first, second = (dict(player._policy.named_parameters()) for player in handle._players.values())
     assert all(first[name].data_ptr() == second[name].data_ptr() for name in first)
 
@@ -155,8 +155,8 @@ def test_token_protects_all_endpoints_but_health(openpi, service, handle):
         assert urllib.request.urlopen(f"http://{url}/healthz").read() == b"OK\n"
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"http://{url}/metrics")
-        asked = urllib.request.Request(f"http://{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
-        assert 'vla_requests_total{outcome="ok",robot=""} 1.0' in urllib.request.urlopen(asked).read().decode()
+        request = urllib.request.Request(f"http://{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert 'vla_requests_total{outcome="ok",robot=""} 1.0' in urllib.request.urlopen(request).read().decode()
 
 
 def test_non_local_address_requires_token(service, monkeypatch):

@@ -56,10 +56,10 @@ class Stopping(PolicySource):
 def service(tmp_path_factory):
     # Two of the cluster's three CPUs; a wait that outlasts the threads of a busy machine.
     folder = tmp_path_factory.mktemp("serving")
-    made = make_service(
+    plain = make_service(
         make_export(folder), "--serve.replicas=2", f"--serve.batch_size={CLIENTS}", "--serve.wait_ms=500"
     )
-    return replace(made, sources={"": Stopping(**vars(made.sources[""]), note=folder / "note")})
+    return replace(plain, sources={"": Stopping(**vars(plain.sources[""]), note=folder / "note")})
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +97,11 @@ def test_dead_replica_fails_only_requests_in_flight(service, addresses):
         while not note.exists():
             assert not in_flight.done(), in_flight.result()
             time.sleep(0.05)
-        others = [threads.submit(run, i) for i in range(CLIENTS - 1)]
+        active = [threads.submit(run, i) for i in range(CLIENTS - 1)]
         os.kill(int(note.read_text()), signal.SIGKILL)
         assert "has died (ActorDiedError); send the observation again" in in_flight.result()
         killed.set()
-        results = [future.result() for future in others]
+        results = [future.result() for future in active]
     for i, answers in enumerate(results):
         assert [answer for answer in answers if isinstance(answer, str)] == []
         last = len(answers) - 1
