@@ -1,4 +1,4 @@
-"""`Point` with one defect each, as environments of one's own have them; registered as broken/NAME-v0."""
+"""Variants of `Point` with one defect each, registered as broken/NAME-v0."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ from vla_finetuning.envs.configs import _features
 
 
 class Says(Point):
-    """Says something else in its info and reward than `Point`."""
+    """Returns another info and reward than `Point`."""
 
     def __init__(self, info=None, reward=0.0):
         self.info, self.reward = info or {}, reward
@@ -31,7 +31,7 @@ class Seedless(Point):
 
 
 class Shown(Point):
-    """Shows something else than its space has."""
+    """Returns observations outside its space."""
 
     def __init__(self, key="agent_pos", value=None):
         self.key, self.value = key, value
@@ -41,7 +41,7 @@ class Shown(Point):
 
 
 class Measured(Point):
-    """Says a distance that is infinite, and rounds each picture otherwise, which are no defects."""
+    """Returns an infinite distance and noisy images, which are no defects."""
 
     grain = 0
 
@@ -56,7 +56,7 @@ class Measured(Point):
 
 
 class Listed(Point):
-    """Begins in one of a list of states, whatever the seed; its expert stays; success is told in the last step."""
+    """Begins in one of a list of states; reports success in its last step only."""
 
     initial_states, init_state_id = 5, 0
     metadata = {"render_fps": 12.5}  # noqa: RUF012
@@ -76,7 +76,7 @@ class Listed(Point):
 
 
 class Named(Point):
-    """Names its step limit, as LeRobot's environments do, and leaves it to others to enforce it."""
+    """Names its step limit, as LeRobot's environments do, without enforcing it."""
 
     def __init__(self, limit=4):
         self._max_episode_steps = limit
@@ -107,7 +107,7 @@ SHAPES = {"action": (3,), "agent_pos": (3,), "pixels": (32, 32, 3)}
 @EnvConfig.register_subclass("unlimited_point")
 @dataclass
 class UnlimitedPoint(EnvConfig):
-    """A configuration as a package for LeRobot has it; its environment has no end."""
+    """Configuration as a LeRobot package defines it, of an environment without step limit."""
 
     task: str | None = "Endless-v0"
     features: dict[str, PolicyFeature] = field(default_factory=lambda: _features(SHAPES)[0])

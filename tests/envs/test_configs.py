@@ -1,4 +1,4 @@
-"""Environments by their flags: what is refused, and what is asked for."""
+"""Environment options: what is refused, and which environments result."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ def test_metaworld_config_follows_flags(monkeypatch):
 def test_longest_episode_is_step_limit_of_environment():
     assert longest_episode(env_config("two_bins", ["--episode_length=30"])) == 30
     assert longest_episode(env_config("pusht")) == 300
-    # As LeRobot's LIBERO, whose configuration has none: what its environments say.
+    # As in LeRobot's LIBERO, the environments name it and not their configuration.
     assert longest_episode(several.SeveralConfig(episode_length=None)) == several.UNLIMITED
 
 

@@ -1,7 +1,4 @@
-"""Environments with a list of initial states: what counts them, and which of them train.
-
-LIBERO itself is not needed: LeRobot's own environment runs over a simulator that notes what it is set to.
-"""
+"""Lists of initial states: counts and splits, with LeRobot's LIBERO environment over a stub simulator."""
 
 import importlib
 import sys
@@ -43,7 +40,7 @@ def test_initial_states_are_counted_per_task():
 
 
 class Simulator:
-    """In place of LIBERO's: notes the state that it is set to."""
+    """Records the states that it is set to, in place of LIBERO's simulator."""
 
     def __init__(self, **_):
         self.robots, self.set_to = [SimpleNamespace(controller=SimpleNamespace(use_delta=True, ee_ori_mat=0))], []
@@ -67,7 +64,7 @@ class Simulator:
 
 @pytest.fixture
 def libero(tmp_path, monkeypatch):
-    """What LeRobot's LIBERO imports: a suite of two tasks, and files of initial states as LIBERO's."""
+    """Provide the modules that LeRobot's LIBERO imports: a suite of two tasks with files of initial states."""
     tasks = [
         SimpleNamespace(name=f"t{n}", language="do", problem_folder="p", bddl_file="b", init_states_file=f"t{n}.init")
         for n in range(2)

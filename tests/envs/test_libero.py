@@ -1,4 +1,4 @@
-"""LIBERO: LeRobot's episodes and pictures, drawn only where a policy looks, and played in our engine."""
+"""LIBERO with rendering on demand, against LeRobot's own environment."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ CHUNK, CONFIG_VARIABLE = 4, "LIBERO_CONFIG_PATH"
 
 @pytest.fixture(scope="module", autouse=True)
 def libero_config(tmp_path_factory):
-    """LIBERO's configuration, with initial states in the form that LeRobot reads, whichever wheel brought them."""
+    """Configure LIBERO with initial states in the format that LeRobot reads."""
     from libero.libero.benchmark import get_benchmark
 
     folder = tmp_path_factory.mktemp("libero")
@@ -48,20 +48,19 @@ def libero_config(tmp_path_factory):
 
 
 def make_with_config(folder, maker):
-    """Runs in a process of Ray's, which may have been started before."""
+    """Make an environment in a Ray process, which may have started earlier."""
     os.environ[CONFIG_VARIABLE] = str(folder)
     return maker()
 
 
 def lerobot_env(task_id) -> gymnasium.Env:
-    """LeRobot's own environment of one task."""
     config = replace(env_config("libero", FLAGS), task_ids=[task_id])
     assert type(config) is EnvConfig.get_known_choices()["libero"]
     return config.create_envs(n_envs=1)["libero_10"][task_id].envs[0]
 
 
 def actions_of(robot_state):
-    """A chunk that any other state of the arm would change. Of pictures, contexts differ by a level of a few pixels."""
+    """Return a chunk that depends on every bit of the joint state; images differ slightly between contexts."""
     digest = hashlib.sha256(b"".join(robot_state["joints"][name].tobytes() for name in ("pos", "vel"))).digest()
     return np.random.default_rng(list(digest)).uniform(-1, 1, (CHUNK, 7)).astype(np.float32)
 
@@ -76,7 +75,7 @@ def state_of(env):
 
 
 def test_libero_observations_match_lerobot():
-    """In three episodes, the last from the state that the first began in: a reset makes new cameras."""
+    """Run three episodes, the last from the first one's state: a reset makes new cameras."""
     rng = np.random.default_rng(0)
     with lerobot_env(3) as reference, RenderedOnDemand(lerobot_env(3)) as on_demand:
         initial_states = []
@@ -106,7 +105,7 @@ def test_libero_observations_match_lerobot():
 
 @dataclass(frozen=True)
 class Feeling:
-    """A source of a player whose actions are `actions_of` what its arm feels."""
+    """Player source that acts by `actions_of` the joint state."""
 
     weights_bytes, device = 0, "cpu"
 

@@ -1,4 +1,4 @@
-"""Meta-World: LeRobot's episodes and pictures, its scripted experts in our engine and in datasets that they write."""
+"""Meta-World against LeRobot's environment, its experts in rollouts and recordings."""
 
 import json
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ choose_gl()
 metaworld = pytest.importorskip("metaworld", reason="Meta-World is installed by make metaworld")
 policies = pytest.importorskip("metaworld.policies")
 
-# Meta-World's experts say more than environments execute, and it tells of it.
+# Meta-World warns of expert actions beyond its limits.
 pytestmark = pytest.mark.filterwarnings("ignore:Constant")
 TEN = "reach-v3,push-v3,pick-place-v3,door-open-v3,drawer-open-v3,button-press-topdown-v3,peg-insert-side-v3," \
     "window-open-v3,basketball-v3,assembly-v3"  # fmt: skip
@@ -31,7 +31,7 @@ def test_metaworld_states_and_images_match_lerobot():
     from lerobot.envs.metaworld import MetaworldEnv
 
     def rollout(env):
-        """What is seen and given in the first steps from some seeds."""
+        """Collect observations and rewards of the first steps from some seeds."""
         values, actions = [], np.random.default_rng(0).uniform(-1, 1, (3, 3, 4)).astype(np.float32)
         for seed, chunk in zip((5, 3, 5), actions, strict=True):
             observation, _ = env.reset(seed=seed)
@@ -42,7 +42,7 @@ def test_metaworld_states_and_images_match_lerobot():
                 values.append(reward)
         return values
 
-    # An environment of another task draws in between: each has a context of its own, which LeRobot's have not.
+    # Another environment renders in between: each has its own context.
     with gymnasium.make(GYM_ID, task="drawer-open-v3") as other, gymnasium.make(GYM_ID, task="push-v3") as ours:
         other.reset(seed=1)
         actual = rollout(ours)
@@ -53,7 +53,7 @@ def test_metaworld_states_and_images_match_lerobot():
         expected = rollout(lerobot_env)
         lerobot_env.close()
     for value, reference in zip(actual, expected, strict=True):
-        if np.ndim(value) == 3:  # gymnasium's viewer and MuJoCo's own renderer round a few values otherwise
+        if np.ndim(value) == 3:  # two renderers round a few values differently
             difference = np.abs(value.astype(int) - reference)
             assert difference.max() <= 1 and np.count_nonzero(difference) < 1e-4 * difference.size
         else:
@@ -81,7 +81,7 @@ def test_image_size_quality_and_rendering_follow_options():
 
 @dataclass(frozen=True)
 class Experts:
-    """A source of a player that asks Meta-World's expert of each row's task."""
+    """Player source that queries Meta-World's expert of each row's task."""
 
     tasks: tuple[str, ...]
 
@@ -99,7 +99,7 @@ class Experts:
 
 
 def plain_loop(task, seeds):
-    """Success and steps by seed, as LeRobot prepares Meta-World's own environment, and no code of ours."""
+    """Return success and steps by seed from Meta-World's own environment, prepared as by LeRobot."""
     benchmark, policy = metaworld.MT1(task, seed=42), policies.ENV_POLICY_MAP[task]()
     env = benchmark.train_classes[task]()
     env.set_task(benchmark.train_tasks[0])
@@ -142,7 +142,7 @@ RENDERING = ["--env.image_size=[48,64]", "--env.render_quality=fast"]
 
 @pytest.mark.ray
 def test_recorded_actions_solve_the_task_when_replayed(ray_cluster, tmp_path, capsys):
-    """Pushing takes longer than the episodes here may: its expert fails, which is said, and left out."""
+    """The push expert exceeds the step limit: its failed episodes are left out."""
     root, flags = tmp_path / "data", ["--env.type=metaworld", "--env.task=reach-v3,push-v3", "--env.episode_length=52"]
     assert record.main([*flags, RENDERING[0], "--episodes=3", f"--root={root}"]) == 0
     out = capsys.readouterr().out
@@ -163,6 +163,6 @@ def test_recorded_actions_solve_the_task_when_replayed(ray_cluster, tmp_path, ca
             for row in map(dataset.__getitem__, range(first, last)):
                 np.testing.assert_array_equal(row["observation.state"], np.float32(observation["agent_pos"]))
                 image = row["observation.image"].permute(1, 2, 0).numpy() * 255
-                assert np.abs(image - observation["pixels"]).mean() < 6  # what encoding leaves
+                assert np.abs(image - observation["pixels"]).mean() < 6  # encoding error
                 observation, _, success, _, _ = env.step(row["action"].numpy())
             assert success

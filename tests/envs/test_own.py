@@ -1,4 +1,4 @@
-"""An environment of one's own: found, derived from its spaces, and held to the contract while it is played."""
+"""Custom environments: discovery, features from their spaces, and the contract checked while they play."""
 
 import pickle
 import re
@@ -48,7 +48,7 @@ def broken_makers(name, *options):
 
 
 def play_line(makers, seed=1000, action=0.0):
-    """What becomes of an episode in which nothing is done."""
+    """Play an episode of constant actions and return its line."""
     (task,) = makers
     stage = Stage(makers, 1, step_limit_s=60)
     ended, begin = {}, [Playing(0, Episode("plain", task, 0, seed))]
@@ -136,7 +136,6 @@ def test_invalid_package_or_task_is_refused(tmp_path):
 
 @pytest.mark.gate
 def test_installed_lerobot_plugins_are_discovered(tmp_path):
-    """As LeRobot finds them: distributions lerobot_env_*, lerobot_policy_*."""
     for name, source in {
         "lerobot_env_mine": "from lerobot.envs.configs import EnvConfig\nfrom tests.envs.broken_points import "
         "UnlimitedPoint\n@EnvConfig.register_subclass('mine')\nclass Mine(UnlimitedPoint):\n    pass\n",
@@ -178,13 +177,12 @@ def test_contract_violation_raises_on_a_cluster(ray_cluster):
 
 @pytest.fixture(scope="module")
 def tiny_base(tmp_path_factory):
-    """A tiny PI0.5 that sees and does what `Point` has."""
+    """Make a tiny PI0.5 with the features of `Point`."""
     return make_base(tmp_path_factory.mktemp("own") / "base", ["go to the corner"], FEATURES, **TINY)
 
 
 @pytest.mark.ray
 def test_record_and_vla_use_environment_of_discovered_package(ray_cluster, tiny_base, tmp_path, capsys):
-    """What a run plays, it plays as `evaluate.py` does."""
     root, out = tmp_path / "recorded", tmp_path / "run"
     env_flags = [*PACKAGE_FLAGS, "--env.task=Listed-v0"]
     assert record.main([*env_flags, "--episodes=3", f"--root={root}", "--seed=100"]) == 0
@@ -216,7 +214,6 @@ def test_grpo_trains_in_custom_environment(tiny_base, tmp_path, monkeypatch):
 
 
 def test_grpo_workers_receive_environment_packages_of_driver(tiny_base, tmp_path, monkeypatch):
-    """A worker has not imported the packages of --env.discover_packages_path."""
     env = {"env.discover_packages_path": BROKEN, "env.type": "unlimited_point", "env.task": "Listed-v0"}
     run = resolved(tiny_base, tmp_path / "run", **env, **{"env.episode_length": None, "grpo.reserved_states": 1})
     monkeypatch.setattr(configs, "_discovered", {})
@@ -226,7 +223,6 @@ def test_grpo_workers_receive_environment_packages_of_driver(tiny_base, tmp_path
 
 
 def test_recording_starts_from_listed_initial_states():
-    """Else grpo.py holds none out, and record.py begins each episode in the first one."""
     with pytest.raises(ValueError, match="render_fps=12.5, which is not whole: give --env.fps"):
         env_config("gym", [f"--task={BROKEN}:broken/Listed-v0"])
     config = env_config("gym", [f"--task={BROKEN}:broken/Listed-v0", "--fps=12"])
@@ -250,7 +246,6 @@ def test_only_the_module_that_registers_the_environment_is_imported(tmp_path, mo
 
 
 def test_unpickled_maker_names_missing_package():
-    """A process that lacks the package says which, before it needs what was pickled."""
     (make,) = task_makers(env_config("gym", [f"--task={POINT}"])).values()
     make = pickle.loads(pickle.dumps(make))
     make.keywords["packages"] = ("nowhere_at_all",)

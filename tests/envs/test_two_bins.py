@@ -1,4 +1,4 @@
-"""The demo's robot: an environment as gymnasium and LeRobot know it, in which the task can be done."""
+"""The demo's environment against gymnasium's and LeRobot's checks, and datasets recorded in it."""
 
 import warnings
 from collections import defaultdict
@@ -38,7 +38,7 @@ def env():
 
 
 def run(env, seed, colour=None):
-    """An episode of the demonstrator, sent to the instructed bin or another: its steps as `env.step` returns them."""
+    """Yield the transitions of a demonstrator episode, to the instructed bin or another."""
     env.reset(seed=seed)
     bare = env.unwrapped
     _, actions = demonstrate(bare._scene, colour or bare.task)
@@ -53,7 +53,7 @@ def run(env, seed, colour=None):
 def test_two_bins_passes_gymnasium_check_env(env):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        # Advice to those who learn from scratch: actions are in cm, as the dataset's are.
+        # Actions are in cm, as in the dataset.
         warnings.filterwarnings("ignore", ".*symmetric and normalized space")
         check_env(env.unwrapped)
 
@@ -75,7 +75,7 @@ def test_each_of_many_instructions_describes_its_bin():
             first, _ = env.reset(seed=seed)
             bare, text = env.unwrapped, env.unwrapped.task_description
             texts.add(text)
-            # By what the camera sees: colour and shape of each half, and the words alone. A square fills its corners.
+            # Colour and shape from the image: a square fills its corners.
             top, colours_seen, shapes = first["pixels"]["top"], {}, {}
             for side, half in sides.items():
                 covered = {name: (top[:, half] == rgb).all(2) for name, rgb in MANY_COLOURS.items()}
@@ -102,7 +102,6 @@ def test_each_of_many_instructions_describes_its_bin():
 
 
 def test_success_at_end_requires_staying_if_episode_continues():
-    """Reached, left, and returned to: the count of frames is for reaching it alone."""
     config = env_config("two_bins", ["--terminates=false"])
     with gymnasium.make(two_bins.GYM_ID, **config.gym_kwargs) as env:
         env.reset(seed=0)
@@ -123,7 +122,6 @@ def test_success_at_end_requires_staying_if_episode_continues():
 
 
 def test_success_requires_distance_and_dwell_time(env):
-    """Both limits, from either side; without success, time ends an episode."""
     env.reset(seed=0)
     ends = [env.step(env.unwrapped._state)[2:4] for _ in range(EPISODE_LENGTH)]
     assert ends == [(False, False)] * (EPISODE_LENGTH - 1) + [(False, True)]
@@ -135,7 +133,7 @@ def test_success_requires_distance_and_dwell_time(env):
         bare._state = place.copy()
         infos = [env.step(place)[4] for _ in range(DWELL_FRAMES)]
         assert [info["reached"] for info in infos] == [""] * (DWELL_FRAMES - 1) + [reached]
-    # Frames that are not in a row do not add up: one beyond the limit, and the count begins again.
+    # One frame beyond the limit restarts the count.
     env.reset(seed=0)
     near, beyond = (goal - np.array([0, distance, 0], np.float32) for distance in (4.5, 6.0))
     bare._state = near.copy()
@@ -228,7 +226,7 @@ def test_recorded_frames_match_gymnasium(ray_cluster, tmp_path, capsys):
     seeds = [lambda env, seed=seed: env.reset(seed=seed)[0] for seed in (100000, 100001)]
     check_rows(dataset, lambda: gymnasium.make(two_bins.GYM_ID), seeds)
 
-    # The demo's policy has words for all that it is to write.
+    # The demo policy's tokenizer covers all texts to generate.
     config = parse_args([f"--dataset.root={root}", "--preset=demo", "--train.text_targets=subtask", *INSULATED])
     _, datasets = find_datasets(config)
     tasks = set(dataset.meta.tasks.index)

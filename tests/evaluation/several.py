@@ -1,4 +1,4 @@
-"""An environment of several suites and tasks, built as LeRobot builds LIBERO's: for tests of what LeRobot makes."""
+"""An environment of several suites and tasks, built as LeRobot builds LIBERO's."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,7 @@ from vla_finetuning.envs.two_bins import TwoBins
 
 STARTS = [(-18.0, 8.0, 10.0), (0.0, 8.0, 10.0), (18.0, 8.0, 10.0)]
 
-
-# Of an episode whose length is not set.
-UNLIMITED = 25
+UNLIMITED = 25  # steps where no length is set
 
 
 class Started(TwoBins):
@@ -38,7 +36,6 @@ class Started(TwoBins):
         return self._observation(), self._info()
 
     def step(self, action):
-        """The reward tells where it is."""
         observation, _, *rest = super().step(action)
         return observation, float(self._state[0].round()), *rest
 

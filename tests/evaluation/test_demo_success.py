@@ -1,4 +1,4 @@
-"""What the demo says of its policy in the loop."""
+"""Which demo episodes are filmed, and which policies the demo evaluates."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Checkpoints that play beside a run's training: which, with what capacity, what is printed, how a resume goes on."""
+"""Evaluation of checkpoints during training: capacity, failures, resume."""
 
 import json
 import threading
@@ -33,7 +33,7 @@ from vla_finetuning.training.export import policy_at
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    """The demo's dataset, a few episodes of it, and a tiny base policy for it."""
+    """Make a small demo dataset and a tiny base policy for it."""
     folder = tmp_path_factory.mktemp("during")
     root = make_demo_dataset(folder / "dataset", pairs=2)
     meta = load_metadata(root)
@@ -49,13 +49,13 @@ def flags(setting, **changes):
 
 
 def evaluated(run):
-    """The steps whose checkpoints have played."""
+    """Return the steps whose checkpoints were evaluated."""
     return [line["step"] for line in evaluations(run.job.output_dir)]
 
 
 @pytest.mark.ray
 def test_training_run_evaluates_its_checkpoints(ray_cluster, setting, monkeypatch, capsys):
-    """The program, but for its worker group: the run is trained in this process."""
+    """Run the program with training in this process instead of a worker group."""
 
     def fit(job, make_trainer):
         run = during.ray.get(make_trainer())
@@ -82,7 +82,7 @@ def test_training_run_evaluates_its_checkpoints(ray_cluster, setting, monkeypatc
     page = (folder / "report.html").read_text()
     assert "Success in the loop over steps" in page and "step 2" in page
 
-    # What plays are the weights of the checkpoint, of which the last one is what was exported.
+    # The last checkpoint's weights are the exported ones.
     run = resolve(parse_args(argv), gpus_found=0)
     exported = load_file(folder / "pretrained_model" / "model.safetensors")
     weights = policy_at(run.policy, run.job.checkpoints_dir / "step_00000002").state_dict()
@@ -92,7 +92,7 @@ def test_training_run_evaluates_its_checkpoints(ray_cluster, setting, monkeypatc
 
 
 class StandInPlay:
-    """Stands in for `play`: what it was asked for, and episodes that end as soon as they may."""
+    """Replaces `play`: records its calls, and ends episodes once allowed."""
 
     def __init__(self):
         self.steps, self.threads, self.may, self.error = [], [], threading.Event(), None
@@ -130,7 +130,7 @@ def resolved(setting):
 
 @pytest.fixture
 def run(resolved, tmp_path):
-    """A run of 8 steps with a folder of its own, which has no checkpoint yet."""
+    """Return a run of 8 steps without checkpoints, in a folder of its own."""
     config = replace(resolved.config, output_dir=str(tmp_path / "run"))
     run = replace(resolved, config=config, job=replace(resolved.job, output_dir=tmp_path / "run"))
     run.job.checkpoints_dir.mkdir(parents=True)
@@ -159,7 +159,7 @@ def test_training_does_not_wait_and_pending_checkpoints_play_at_its_end(run, sta
         eventually(lambda: stand_in_play.steps == [2])
         saved(run, 8)  # and the training is over
     assert evaluated(run) == []
-    # What plays has its share, of which the data must not make use.
+    # The CPUs of the evaluation are excluded from data loading.
     assert data.exclude_resources.cpu == 1.5
     stand_in_play.may.set()
     assert evaluator.finish() == 0
@@ -169,7 +169,7 @@ def test_training_does_not_wait_and_pending_checkpoints_play_at_its_end(run, sta
 
 
 def test_played_checkpoint_is_scored_without_replay_after_kill(run, stand_in_play):
-    """Where its line was not written, or half of it, as a full disk leaves it; other checkpoints' lines stay."""
+    """Its line was lost or cut off; lines of other checkpoints stay."""
     stand_in_play.may.set()
     saved(run, 2)
     assert Evaluator(run, policy_at).finish() == 0
@@ -185,7 +185,7 @@ def test_played_checkpoint_is_scored_without_replay_after_kill(run, stand_in_pla
 
 
 def test_retrained_checkpoint_is_evaluated_again(run, stand_in_play):
-    """The run goes on from step 2: what 4 did before is void, though its line and its episodes are there."""
+    """A resume from step 2 voids the evaluation of step 4."""
     stand_in_play.may.set()
     start_attempt(run.job.output_dir, 0, 1)
     for step in (2, 4):
@@ -218,7 +218,7 @@ def test_stopped_run_aborts_evaluation_and_resumed_run_completes_it(run, stand_i
     with evaluator.beside(run, ExecutionOptions()):
         saved(run, 2)
         eventually(lambda: stand_in_play.steps == [2])
-    evaluator.close()  # would never return if it waited for the episodes, which may not end yet
+    evaluator.close()  # would block if it waited for the episodes
     assert not stand_in_play.may.is_set() and evaluated(run) == []
     stand_in_play.may.set()
     with Evaluator(run, policy_at).beside(run, ExecutionOptions()):
@@ -299,14 +299,13 @@ def test_unknown_environment_option_is_refused_before_training(setting, capsys):
 
 
 def test_policy_with_masked_cameras_and_padded_state_is_accepted(setting, tmp_path):
-    """As a fine-tune of lerobot/pi05_base: its configuration keeps cameras that the dataset has not."""
     meta, camera = load_metadata(setting[1]), {"dtype": "video", "shape": (48, 48, 3), "names": ["h", "w", "c"]}
     state = {"dtype": "float32", "shape": (32,), "names": None}
     features = {**meta.features, "observation.images.base_0_rgb": camera, "observation.state": state}
     base = make_base(tmp_path / "base", meta, features=features, **TINY)
     changes = {"policy.path": base, "output_dir": tmp_path / "run", "dataset.missing_cameras": "mask"}
     run = resolve(parse_args(flags(setting, **changes)), gpus_found=0)
-    # Its own are the dataset's; those of exports by LeRobot keep the base's.
+    # Exports by LeRobot keep the shapes of the base policy.
     assert run.policy.config.input_features["observation.state"].shape == (3,)
     run.policy.config.input_features["observation.state"] = PolicyFeature(type=FeatureType.STATE, shape=(32,))
     Evaluator(run, policy_at)
@@ -316,7 +315,6 @@ def test_policy_with_masked_cameras_and_padded_state_is_accepted(setting, tmp_pa
 
 
 def test_environment_with_other_render_options_is_refused(run, monkeypatch):
-    """What a recorded dataset says of its own, and what this environment would show."""
     monkeypatch.setattr(during, "how_drawn", lambda meta: {"type": "two_bins", "image_size": [9, 8]})
     monkeypatch.setattr(configs, "how_drawn", lambda config: {"type": "two_bins", "image_size": [9, 9]})
     with pytest.raises(ValueError, match=r"images were rendered with other options.*give --env.image_size=\[9,8\]"):
@@ -324,7 +322,6 @@ def test_environment_with_other_render_options_is_refused(run, monkeypatch):
 
 
 def test_action_rate_that_differs_from_environment_is_refused(run):
-    """Unless an action of the environment lasts as long."""
     run = replace(run, rows=replace(run.rows, features=replace(run.rows.features, window_steps=(2,))))
     with pytest.raises(ValueError, match="2 frames apart, 5 per second .*two_bins takes 10 per second: train without"):
         Evaluator(run, policy_at)

@@ -1,4 +1,4 @@
-"""The list of an evaluation, its random numbers, and its book: without Ray, and what a killed one leaves behind."""
+"""Episode lists, noise, and the evaluation folder that a killed evaluation leaves, without Ray."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ def test_noise_depends_only_on_its_key():
     redrawn = [noise(*key, (10, 3)) for key in itertools.product(*names)]
     assert [a.tobytes() for a in drawn] == [b.tobytes() for b in redrawn]
     assert len({a.tobytes() for a in drawn}) == 16 and drawn[0].dtype == np.float32
-    # As it is drawn today: a policy evaluated a year ago is compared with one of today.
+    # Fixed values keep evaluations of different versions comparable.
     assert noise(1000, "two_bins", 3, 2, (2,)).tolist() == pytest.approx([-0.41397834, 0.74539107])
 
 
@@ -65,7 +65,7 @@ def test_lines_are_read_in_list_order(tmp_path, episodes):
 
 
 def test_killed_evaluation_resumes_with_missing_episodes(tmp_path, episodes):
-    """A line that was cut off does not count, nor one of an error; neither is left in the file."""
+    """Truncated lines and errors do not count, and are removed from the files."""
     book = EvaluationFolder(tmp_path, ABOUT, episodes)
     book.write(ended(episodes[0]))
     book.write(line_of(episodes[1], 0, error="its process died"))

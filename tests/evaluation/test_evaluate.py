@@ -1,4 +1,4 @@
-"""`evaluate.py` from its flags to its files: what it prints, refuses, goes on with and compares."""
+"""`evaluate.py` from flags to files: output, refusals, resume, comparison, recording."""
 
 import contextlib
 import io
@@ -39,7 +39,7 @@ FLAGS = ["--env.type=two_bins", "--env.episode_length=12", "--eval.n_episodes=6"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An ACT with random weights, as anybody might have trained it with LeRobot."""
+    """Save an ACT with random weights, as LeRobot saves it."""
     config = act_config(chunk_size=6, n_action_steps=6)
     folder = tmp_path_factory.mktemp("evaluate") / "act"
     save_pretrained(ACTPolicy(config), *make_pre_post_processors(config, dataset_stats=STATS), folder)
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 
 def actions_of(folder):
-    """The executed actions of each episode, by its seed."""
+    """Map each seed to its executed actions."""
     return {key[3]: actions for key, actions in read_actions(folder).items()}
 
 
@@ -63,7 +63,7 @@ def flags(folder):
 
 @pytest.fixture(scope="module")
 def evaluated(ray_cluster, flags, tmp_path_factory):
-    """A folder of six episodes, and what was printed."""
+    """Evaluate six episodes; return the folder and the output."""
     out = tmp_path_factory.mktemp("evaluated") / "out"
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr(trial, "PROGRESS_EVERY_S", 0.0)
@@ -79,7 +79,6 @@ def test_evaluation_writes_scores_and_report(evaluated):
     assert sorted(line["seed"] for line in lines) == list(range(1000, 1006))
     assert all(line["steps"] == 12 and line["decisions"] == 3 for line in lines)
     assert "5 of 6 episodes, 0 of 5 succeeded, " in out and " s left" in out
-    # Its page: the table by instruction, and of six failures those that were asked for.
     page = check_page((folder / "report.html").read_text())
     assert "0 of 6 episodes succeeded (0.0%), and 0.0% of the episodes at their end." in page.text
     assert "all episodes 0 6 0.0% 0.0% to 39.0%" in page.text and "go to the red bin" in page.text
@@ -90,7 +89,6 @@ def test_evaluation_writes_scores_and_report(evaluated):
 @pytest.mark.ray
 @pytest.mark.gate
 def test_latencies_are_evaluated_and_compared(evaluated, flags, tmp_path, capsys):
-    """One of which is none."""
     late = tmp_path / "late"
     flags = [*flags, "--eval.n_episodes=3", "--eval.latency_s=0,0.1,0.11", f"--output_dir={late}"]
     assert evaluate.main(flags) == 0
@@ -115,7 +113,7 @@ def test_latencies_are_evaluated_and_compared(evaluated, flags, tmp_path, capsys
 
 @pytest.mark.ray
 def test_killed_evaluation_resumes_and_two_are_compared(evaluated, flags, tmp_path, capsys, monkeypatch):
-    """After two episodes: the rest is played, and those two are not; then the one that ended in an error."""
+    """Killed after two episodes: the others play, then the failed one again."""
     a, b, films_made, played = tmp_path / "a", tmp_path / "b", [], []
     shutil.copytree(evaluated[0], a)
     lines, actions = lines_of(a), actions_of(a)
@@ -155,7 +153,7 @@ def test_killed_evaluation_resumes_and_two_are_compared(evaluated, flags, tmp_pa
     assert evaluate.main(["--compare", str(a), str(b)]) == 0
     out = capsys.readouterr().out
     assert "of 6 distinct scenes that both played" in out and "Verdict  cannot tell" in out and str(b) in out
-    # Options that leave the initial states as they are decide success all the same.
+    # Options that do not change initial states may change success.
     about = json.loads((b / "evaluated.json").read_text())
     about["environment"]["options"] = ["--episode_length=300"]
     write_json(b / "evaluated.json", about)
@@ -168,7 +166,7 @@ def test_killed_evaluation_resumes_and_two_are_compared(evaluated, flags, tmp_pa
 
 @pytest.fixture(scope="module")
 def recorded(evaluated, flags):
-    """A dataset of what was played before."""
+    """Record a dataset of the episodes already played."""
     folder = evaluated[0].parent / "recorded"
     record = [*flags, f"--output_dir={evaluated[0]}", f"--eval.record_dataset={folder}"]
     with pytest.MonkeyPatch.context() as patch:
@@ -179,7 +177,7 @@ def recorded(evaluated, flags):
 
 @pytest.mark.ray
 def test_recorded_dataset_has_episodes_in_list_order(evaluated, recorded):
-    """tests/rl/test_recording.py compares each frame with what gymnasium shows."""
+    """tests/rl/test_recording.py compares each frame with gymnasium."""
     dataset, actions = LeRobotDataset("x/recorded", root=recorded[0], video_backend="pyav"), actions_of(evaluated[0])
     assert dataset.meta.total_episodes == 6 and len(dataset) == 6 * 12
     assert dataset.meta.features["action"]["names"] == ["x_cm", "y_cm", "z_cm"]
@@ -203,7 +201,7 @@ def test_recording_again_is_a_no_op_and_never_overwrites_another(recorded, tmp_p
     del about["evaluation"]["errors"]  # as earlier versions wrote it
     write_json(other / "meta" / "environment.json", about)
     assert evaluate.main([*record, f"--eval.record_dataset={other}"]) == 0
-    # Of an episode that was an error when the dataset was written, and is none now.
+    # An episode was an error when the dataset was written, and has succeeded since.
     about["evaluation"]["errors"] = 1
     write_json(other / "meta" / "environment.json", about)
     assert evaluate.main([*record, f"--eval.record_dataset={other}"]) == 1
@@ -239,7 +237,7 @@ def test_latency_with_real_time_chunking_shortens_first_chunk(tmp_path):
     assert trial.describe_controller(resolved.source)[0].startswith("Controller   rtc: each chunk was guided")
     (condition,) = resolved.conditions.values()
     assert condition.delay == 1
-    # One of the first chunk's 4 actions is left out: it arrives when that is over.
+    # The first of 4 actions is skipped: it is over when the chunk arrives.
     player, observation = resolved.source.load(1), select_rows(observed(), [0])
     task = list(INSTRUCTIONS.values())[:1]
     (first,) = player.act(observation, task, [(7, "two_bins", 0, 0)], 1)
@@ -262,7 +260,6 @@ def test_policy_with_masked_cameras_is_accepted(masked, tmp_path):  # noqa: F811
 @pytest.mark.ray
 @pytest.mark.slow
 def test_bucket_evaluation_equals_local_one_after_a_kill(ray_cluster, folder, tmp_path, capsys, monkeypatch):
-    """As on a disk, after a kill as well. The processes that play do not know of the bucket."""
     monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
     plain, remote = tmp_path / "plain", "s3://runs/there"
     with runs_bucket() as faults:
@@ -273,14 +270,14 @@ def test_bucket_evaluation_equals_local_one_after_a_kill(ray_cluster, folder, tm
         flags = [*FLAGS, "--eval.n_episodes=4", "--eval.videos=1", "--eval.exact"]
         assert evaluate.main([f"--policy.path={folder}", *flags, f"--output_dir={plain}"]) == 0
         about, lines = read_evaluation(plain)
-        # Killed after two.
+        # Killed after two episodes.
         of_bucket = {**about, "policy": {**about["policy"], "path": policy}}
         Bucket(remote).write("evaluated.json", json.dumps(of_bucket).encode())
         Bucket(remote).write("episodes.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines[:2]).encode())
         faults.requests.clear()
         flags = [f"--policy.path={policy}", *flags, "--eval.videos=3"]  # one of them was played here
         assert evaluate.main([*flags, f"--output_dir={remote}"]) == 0
-        # Of a line's actions and the line, the line comes last.
+        # An episode's line is written after its actions.
         puts = [r.path.split("/")[3] for r in faults.requests if r.method == "PUT" and r.path.endswith(".jsonl")]
         assert puts[-2:] == ["actions.jsonl", "episodes.jsonl"]
         EvaluationFolder(as_path("s3://runs/begun"), {"policy": {}}, [])  # and its process is killed
@@ -338,7 +335,7 @@ def test_invalid_options_are_refused_before_playing(folder, tmp_path, capsys, mo
 
 
 def test_controller_is_described_for_relative_actions(folder, tmp_path):
-    """Others are played alike by both, and go as they did."""
+    """The controller matters for relative actions only."""
     relative = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
     for name in ("config", "policy_preprocessor", "policy_postprocessor"):
         saved = json.loads((relative / f"{name}.json").read_text())

@@ -1,8 +1,4 @@
-"""Every number in a run's evaluation.json against a plain computation of it, from LeRobot's dataset and policy.
-
-A key without a computation here fails the test. Of several robots, too, which differ in rate, widths, cameras and
-instructions; one has two datasets, and its actions in an order of their own.
-"""
+"""Every number of evaluation.json against a plain computation from LeRobot's dataset and policy; extra keys fail."""
 
 import json
 
@@ -33,13 +29,13 @@ from vla_finetuning.training.export import in_own_names
 
 FRAMES, BATCH, SEED, CHUNK = 11, 5, 5, 6
 FILMS = [{"title": "a picture"}]
-# LeRobot's tools play it as evaluate.py does; tests/evaluation/test_robot_tools.py computes it.
+# Computed in tests/evaluation/test_robot_tools.py.
 EQUAL_TOOLS = {"select_action": 0.0, "lerobot-rollout": 0.0, "PolicyServer": 0.0}
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of the demo's dataset whose policy has been exported."""
+    """Resolve a demo run and export its policy."""
     folder = tmp_path
     meta = load_metadata(make_demo_dataset(folder / "dataset", pairs=3))
     options = {
@@ -58,7 +54,7 @@ def run(tmp_path):
 
 
 def test_closed_loop_numbers_match_plain_computation(run, monkeypatch, capsys):
-    """Of episodes whose outcomes are drawn."""
+    """Episode outcomes are random."""
     rng, played = np.random.default_rng(0), []
 
     def play(episodes, *_, on_end, **__):
@@ -89,13 +85,12 @@ def test_closed_loop_numbers_match_plain_computation(run, monkeypatch, capsys):
 
 
 def evaluated(run):
-    """What `evaluate_trained` writes."""
     assert after_training.evaluate_trained(run) == 0
     return json.loads((run.job.output_dir / "evaluation.json").read_text())
 
 
 def lerobot_rows(meta, episodes, step=1):
-    """LeRobot's rows of episodes, with a chunk of every `step`-th action."""
+    """Return LeRobot's rows of episodes, with a chunk of every `step`-th action."""
     deltas = {"action": [number * step / meta.fps for number in range(CHUNK)]}
     assert 1 < len(episodes) < meta.num_episodes
     return LeRobotDataset(
@@ -108,10 +103,7 @@ def spread(rows):
 
 
 def predicted(weights, exported, rows, tasks):
-    """Predict chunks by LeRobot's calls, float64 (N, T, A): row by row, with the noise that a batch would draw.
-
-    By the configuration and the processors of an exported policy.
-    """
+    """Predict chunks row by row with LeRobot's calls and the noise of batches, float64 (N, T, A)."""
     policy = TinyPI05Policy.from_pretrained(weights, config=PreTrainedConfig.from_pretrained(exported)).eval()
     pre, post = make_pre_post_processors(policy.config, pretrained_path=str(exported))
     chunks = []
@@ -129,7 +121,7 @@ def predicted(weights, exported, rows, tasks):
 
 
 def errors(chunks, rows, only=None):
-    """Of the actions within their episodes, or of those of one task."""
+    """Return errors of the unpadded actions, of all tasks or only one."""
     chosen = [i for i, row in enumerate(rows) if only in (None, row["task"])]
     off = [chunks[i] - rows[i]["action"].double().numpy() for i in chosen]
     counted = np.concatenate([o[~rows[i]["action_is_pad"].numpy()] for o, i in zip(off, chosen, strict=True)])
@@ -137,7 +129,7 @@ def errors(chunks, rows, only=None):
 
 
 def open_loop_by_hand(weights, exported, rows, mean_action, others=None):
-    """Compute errors. Arguments as of `predicted`; `others`: what to say instead of each instruction, or None."""
+    """Compute errors; `others` maps each instruction to its replacement."""
     tasks = [row["task"] for row in rows]
     chunks = predicted(weights, exported, rows, tasks)
     constant = np.broadcast_to(mean_action, chunks.shape)
@@ -171,7 +163,7 @@ def open_loop_by_hand(weights, exported, rows, mean_action, others=None):
 
 
 def closed_loop_by_hand(played):
-    """Scores (tests/evaluation/test_intervals.py computes them), and counts of what the scores do not say."""
+    """Return scores (checked in tests/evaluation/test_intervals.py) and counts of bins reached."""
     scores = {}
     for name, label in LABELS.items():
         lines = [line for line in played if line["condition"] == name]
@@ -185,7 +177,7 @@ def closed_loop_by_hand(played):
 
 
 def flat(value, path=""):
-    """Numbers and texts by the path to them."""
+    """Return numbers and texts by their path."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {name: leaf for key, item in items for name, leaf in flat(item, f"{path}/{key}").items()}
@@ -193,7 +185,6 @@ def flat(value, path=""):
 
 
 def check(result, expected):
-    """Check that keys are the same, and numbers equal."""
     actual, reference = flat(result), flat(expected)
     assert actual.keys() == reference.keys(), "a key of evaluation.json without a plain computation, or one too many"
     for path, value in reference.items():
@@ -203,7 +194,7 @@ def check(result, expected):
 
 
 def check_distinct(*mses):
-    """Check that none of these could be taken for another."""
+    """Check that no two values are confusable."""
     assert len({round(mse, 2) for mse in mses}) == len(mses)
 
 
@@ -217,13 +208,13 @@ FPS = {"arm": 20, "gantry": 10, "gantry2": 10}
 WEIGHTS = {"gantry": 4, "gantry2": 2}  # of an epoch of 49 rows: whole rows, with the 1 of the arm
 TASKS = {"arm": [RED, BLUE], "gantry": [RED, BLUE], "gantry2": [BLUE, GREEN]}
 ROBOTS = {"arm": ["arm"], "gantry": ["gantry", "gantry2"]}
-# An instruction and the one that is said instead: the next one of the robot's, dataset by dataset, sorted in each.
+# Each instruction's replacement: the robot's next one, sorted within each dataset.
 OTHERS = {"arm": {BLUE: RED, RED: BLUE}, "gantry": {BLUE: RED, RED: GREEN, GREEN: BLUE}}
 
 
 @pytest.fixture(scope="module")
 def robots_run(tmp_path_factory):
-    """Resolve a run and export its policies, with weights of which all matter."""
+    """Resolve a run of two robots and export its perturbed policies."""
     folder = tmp_path_factory.mktemp("robots")
     two, front = {TOP: (48, 64), WRIST: (64, 48)}, {FRONT: (48, 64)}
     make_dataset(folder / "arm", episodes=(9, 12, 14, 11), cameras=front, fps=20, state_dim=6, action_dim=5, seed=3)
@@ -262,7 +253,7 @@ def exported(run, robot):
 
 
 def held_out_rows(run, robot):
-    """Return the rows of a robot that are predicted, spread over its datasets' held-out episodes; the mean action."""
+    """Return a robot's predicted rows, spread over its held-out episodes, and its mean action."""
     frames, means, shares = [], [], []
     for name in ROBOTS[robot]:
         number = DATASETS.index(name)

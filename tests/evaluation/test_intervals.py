@@ -1,4 +1,4 @@
-"""What is said of successes: against scipy and published numbers, and as often right as it says."""
+"""Scores, intervals and comparisons against scipy, published numbers and nominal coverage."""
 
 import itertools
 import math
@@ -57,7 +57,6 @@ def test_score_has_both_outcomes_and_counts_errors_both_ways():
 
 
 def test_episodes_of_one_scene_count_once():
-    """Eight successes from one state say no more than one, and of two policies nothing."""
     eight = [line(n, True, initial_state="s") for n in range(8)]
     result = score(eight)
     assert (result["successes"], result["episodes"], result["scenes"]) == (8, 8, 1)
@@ -118,7 +117,7 @@ def test_mcnemar_equals_sign_test_and_determines_verdict(only_a, only_b):
 
 
 def test_difference_interval_matches_bonett_price():
-    """Bonett and Price (2012), equation 6: of shares after one more discordant pair each way; within what can be."""
+    """Bonett and Price (2012), equation 6, clipped to [-1, 1]."""
     for episodes, only_a, only_b in ((21, 1, 7), (3, 0, 3), (3, 3, 0), (1, 1, 0), (40, 0, 0), (60, 5, 12)):
         a, b = (only_a + 1) / (episodes + 2), (only_b + 1) / (episodes + 2)
         half = 1.959963985 * ((a + b - (b - a) ** 2) / (episodes + 2)) ** 0.5
@@ -129,7 +128,7 @@ def test_difference_interval_matches_bonett_price():
 
 
 def test_difference_interval_has_nominal_coverage():
-    """Over all outcomes of 40 episodes, weighed by how likely they are."""
+    """Coverage over all outcomes of 40 episodes, weighted by probability."""
     n, coverage = 40, []
     outcomes = [(only_a, only_b) for only_a in range(n + 1) for only_b in range(n + 1 - only_a)]
     estimate, low, high = np.array([compared(n, *outcome).difference for outcome in outcomes]).T

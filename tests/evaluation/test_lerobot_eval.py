@@ -1,4 +1,4 @@
-"""What `lerobot-eval` counts with batches of one, episode by episode: same policy, same seeds, its own program."""
+"""Successes of `evaluate.py` against the `lerobot-eval` program: same policy, same seeds, batches of one."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ from vla_finetuning.policies.saving import save_pretrained
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An ACT that draws nothing and goes about to the bin on the left, as it happens to see the scene."""
+    """Save a deterministic ACT that moves around the left bin, depending on the scene."""
     config = act_config(chunk_size=8, n_action_steps=5)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -45,7 +45,7 @@ def test_successes_match_lerobot_eval(ray_cluster, folder, tmp_path, monkeypatch
     registered = "--env.discover_packages_path=vla_finetuning.envs"
     monkeypatch.setattr(sys, "argv", ["lerobot-eval", registered, *flags, *lerobot_flags])
     (tmp_path / "theirs").mkdir()
-    # Its logging would go on, to what this test captures.
+    # Its log handlers would outlive the test.
     monkeypatch.setattr(lerobot_eval, "init_logging", lambda: None)
     lerobot_eval.main()
     lerobot_flags = json.loads((tmp_path / "theirs" / "eval_info.json").read_text())

@@ -1,4 +1,4 @@
-"""Open-loop errors: what is shown and compared. Their values: test_evaluation_json.py."""
+"""Open-loop evaluation: inputs and compared actions; test_evaluation_json.py checks the values."""
 
 import copy
 from types import SimpleNamespace
@@ -47,12 +47,12 @@ def loaded(tmp_path_factory):
 
 @pytest.fixture
 def without_noise(loaded, monkeypatch):
-    """The policy denoises from zero: then one row at a time gives what a batch gives."""
+    """Denoise from zero, so that rows and batches predict the same."""
     monkeypatch.setattr(loaded[0].model, "sample_noise", lambda shape, device: torch.zeros(shape, device=device))
 
 
 def make_batches(sizes=(4, 3)):
-    """Frame rows as the dataset reader emits them."""
+    """Make rows as the dataset reader emits them."""
     rng = np.random.default_rng(5)
     features = make_features()
     row = {key: features[key]["shape"] for key in ("observation.images.top", "observation.images.wrist")}
@@ -93,7 +93,7 @@ def dataset(tmp_path_factory):
 
 
 def lerobot_chunk(policy, pre, frames, now, steps, seed):
-    """What LeRobot executes from a frame on, having seen those before: each in turn by its `select_action`."""
+    """Return what LeRobot's `select_action` executes from a frame on, after the frames before it."""
     policy.reset()
     queue = policy._action_queue if hasattr(policy, "_action_queue") else policy._queues["action"]
     past = getattr(policy.config, "n_obs_steps", 1) - 1
@@ -109,11 +109,11 @@ def lerobot_chunk(policy, pre, frames, now, steps, seed):
     ("kind", "steps"), [("diffusion", 4), ("vqbet", 3), ("multi_task_dit", 4), ("pi0_fast", 2), ("molmoact2", 2)]
 )
 def test_only_executed_actions_of_a_chunk_are_compared(dataset, kind, steps, tmp_path, monkeypatch):
-    """Horizons that begin in the past and end late, and queues of observations; frame by frame as on a robot."""
+    """Horizons that begin in the past, and queues of observations."""
     monkeypatch.setattr(open_loop, "EVAL_BATCH", 1)
     options = {"policy.n_action_steps": 2} if steps == 2 else {}
     options |= {"policy.max_decoding_steps": 32} if kind == "pi0_fast" else {}
-    # In place of FAST, which is code on the Hub, and of tokens that only a trained policy makes actions of.
+    # Replaces FAST, whose code is on the Hub and whose tokens need a trained policy.
     monkeypatch.setattr(PI0FastPolicy, "detokenize_actions", lambda self, tokens, action_horizon, action_dim: (
         tokens[:, : action_horizon * action_dim].float().unflatten(1, (action_horizon, action_dim))
     ))  # fmt: skip
@@ -172,7 +172,7 @@ def test_seed_determines_errors_and_global_rng_is_unchanged(loaded):
 
 
 def test_integer_observations_are_converted_as_in_training(loaded, without_noise):
-    """As float32; LeRobot's normaliser would cast its statistics to theirs, which are no whole numbers."""
+    """LeRobot's normaliser would cast its statistics to integers."""
     policy, _, postprocessor = loaded
     stats = {"observation.state": {"q01": np.full(4, -1.7), "q99": np.full(4, 1.6)}}
     preprocessor, _ = make_pre_post_processors(policy.config, dataset_stats=stats)

@@ -1,4 +1,4 @@
-"""What is said of LeRobot's tools, against its PolicyServer and its rollout themselves, on a robot that is none."""
+"""Reported differences of LeRobot's tools against its PolicyServer and rollout on a fake robot."""
 
 import json
 import pickle
@@ -34,7 +34,7 @@ BASE, LEFT = "observation.images.base_0_rgb", "observation.images.left_wrist_0_r
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """`own`: a policy in the names of its robot. `base`: the same in others, with square cameras, and a rename step."""
+    """Export `own`, in the robot's names, and `base`, with renamed square cameras and a rename step."""
     folder = tmp_path_factory.mktemp("tools")
     meta = load_metadata(make_dataset(folder / "dataset", episodes=(9,), state_dim=3, action_dim=3))
     make_base(folder / "own", meta, chunk_size=CHUNK, **TINY)
@@ -56,7 +56,7 @@ def frames(folder):
 
 
 def robot_observation(frame):
-    """What a robot of LeRobot's shows."""
+    """Return a frame as a LeRobot robot observes it."""
     images = {key.rpartition(".")[2]: (frame[key] * 255).round().to(torch.uint8) for key in (TOP, WRIST)}
     motors = dict(zip(MOTORS, frame["observation.state"].tolist(), strict=True))
     return motors | {name: image.permute(1, 2, 0).numpy() for name, image in images.items()}
@@ -67,7 +67,7 @@ def hardware_features(frames):
 
 
 def plain_chunk(export, frames):
-    """A chunk of the first frame, all of it at once, by LeRobot's calls and the folder's own renaming."""
+    """Predict a chunk of the first frame with LeRobot's calls."""
     policy = TinyPI05Policy.from_pretrained(export).eval()
     before, after = make_pre_post_processors(policy.config, pretrained_path=str(export))
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def plain_chunk(export, frames):
 
 
 def rollout_actions(export, frames, monkeypatch):
-    """What lerobot-rollout commands."""
+    """Return the actions that lerobot-rollout commands."""
     names = [*MOTORS]
     robot = SimpleNamespace(
         name="fake", robot_type="fake", connect=lambda: None, get_observation=lambda: robot_observation(frames[0])
@@ -97,7 +97,7 @@ def rollout_actions(export, frames, monkeypatch):
 
 
 def server_actions(export, frames, monkeypatch, tmp_path):
-    """What PolicyServer answers."""
+    """Return the actions that PolicyServer answers."""
     monkeypatch.chdir(tmp_path)  # it makes a folder for logs where it is imported
     from lerobot.async_inference import helpers, policy_server
     from lerobot.async_inference.configs import PolicyServerConfig
@@ -158,7 +158,7 @@ def test_image_sizes_other_than_the_cameras_are_measured(folder, frames, tmp_pat
 
 
 def make_relative(folder, export):
-    """Write a policy anew, whose actions are relative to the state."""
+    """Save a copy of a policy with actions relative to the state."""
     config = load_policy_config(folder)
     config.use_relative_actions = True
     processors = make_pre_post_processors(

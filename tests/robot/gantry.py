@@ -1,4 +1,4 @@
-"""The demo's gantry as a robot of LeRobot's: a scene is played with what LeRobot's tools command."""
+"""The demo's gantry as a LeRobot robot, which executes what LeRobot's tools command."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ AXES = ("x.pos", "y.pos", "z.pos")  # lerobot-rollout sees only what ends so
 @RobotConfig.register_subclass("gantry")
 @dataclass(kw_only=True)
 class GantryConfig(RobotConfig):
-    """The options of so101_follower that docs/robot.md gives."""
+    """The options of so101_follower that docs/robot.md uses."""
 
     port: str = ""
     cameras: dict[str, CameraConfig] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""docs/robot.md, command by command: LeRobot's own programs move the demo's gantry as the policy says in process."""
+"""docs/robot.md, command by command: LeRobot's programs move the gantry as the policy predicts in process."""
 
 import json
 import re
@@ -55,7 +55,7 @@ FIRST, PLAIN, REALTIME = ROLLOUTS
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The policies and the dataset of the page, by its names for them, of the gantry."""
+    """Make the policies and the dataset by the page's names for them."""
     root = tmp_path_factory.mktemp("robot")
     environment = TwoBins()
     environment.reset(seed=Gantry.SCENE)
@@ -81,7 +81,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def run(folder, monkeypatch):
-    """Call a program of LeRobot's with the arguments of a command, with the gantry and its policy."""
+    """Call a LeRobot program with the arguments of a documented command, for the gantry and its policy."""
 
     def call(main, command, **others):
         texts = {
@@ -116,7 +116,7 @@ def gantry(**limits):
 
 
 def observed(robot):
-    """An observation as LeRobot's datasets have it, in a batch of one."""
+    """Return an observation in LeRobot's dataset format, in a batch of one."""
     observation = robot.get_observation()
     images = {key: torch.from_numpy(observation[key.rpartition(".")[2]]).permute(2, 0, 1)[None] / 255 for key in SHOWN}
     return {**images, "observation.state": torch.tensor([[observation[name] for name in AXES]])}
@@ -128,7 +128,7 @@ def loaded(folder):
 
 
 def perform(robot, actions):
-    """Command a robot what `actions` yields, until it interrupts."""
+    """Execute actions until the robot interrupts."""
     robot.connect()
     with pytest.raises(KeyboardInterrupt), torch.no_grad():
         for action in actions:
@@ -211,7 +211,7 @@ def gym_observation(robot):
 
 
 def served_actions(service, robot):
-    """As robot_client counts: an observation is of the last step, whose action a later chunk begins with."""
+    """Yield actions as robot_client counts: a later chunk begins with the action of the last step."""
     player, latest = service.sources[""].load(1), -1
     while True:
         first = max(latest, 0)

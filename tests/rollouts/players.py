@@ -1,4 +1,4 @@
-"""For tests of the loop: a policy that needs no weights, and an environment that goes wrong on purpose."""
+"""A player without weights, its plain loop, and an environment that fails on purpose."""
 
 import os
 import time
@@ -14,8 +14,7 @@ from vla_finetuning.envs.two_bins import TwoBins
 from vla_finetuning.envs.two_bins_scene import BINS, EPISODE_LENGTH, INSTRUCTIONS
 from vla_finetuning.rollouts.episodes import Acted, LeftOver, noise
 
-# Of the actions of a chunk, where it is late.
-EXECUTED = 3
+EXECUTED = 3  # actions of a late chunk
 
 
 @dataclass

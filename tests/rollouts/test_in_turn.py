@@ -1,4 +1,4 @@
-"""Episodes for learning: each a function of its numbers, whatever plays them, and whatever dies meanwhile."""
+"""Synchronous episodes on Ray against a plain loop, with and without killed processes."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ FIRST = {number: EPISODES[number] for number in range(3)}
 
 
 class ScatteredDecider:
-    """Decides by what it sees and a decision's own numbers; notes what it was asked together."""
+    """Decides by the observation and the decision's numbers; records its batches."""
 
     def __init__(self):
         self.asked = []
@@ -37,7 +37,7 @@ def make_scheduler(stages=3, slots=3, cpus=0.1):
 
 
 def play(rollouts, disturb=lambda rollouts, batches: None):
-    """The line of each episode, what was decided together, and seconds."""
+    """Return each episode's line, the batches, and the seconds."""
     decide = ScatteredDecider()
 
     def disturbed(observation, decisions):
@@ -55,7 +55,7 @@ def rollouts(ray_cluster):
 
 
 def test_pending_process_without_episode_is_not_awaited(rollouts):
-    """Three of four find their CPUs; there are episodes for three."""
+    """Three of four processes start; there are three episodes."""
     seats, without = rollouts.seats, make_scheduler(stages=1, slots=1, cpus=1000.0)
     rollouts.seats = seats + without.seats
     try:
@@ -87,10 +87,7 @@ def test_synchronous_episodes_match_plain_loop(undisturbed):
 
 
 def test_killed_process_changes_no_episode_and_no_batch(rollouts, undisturbed):
-    """Neither an episode nor what is decided together, which does not depend on who was faster.
-
-    One is killed between two plays, two while they simulate.
-    """
+    """One is killed between two plays, two while they simulate; batches do not depend on timing."""
     killed = []
 
     def kill(rollouts, batches):

@@ -1,4 +1,4 @@
-"""Chunks that arrive late: a robot that is simulated step by step, and LeRobot's own real-time engine."""
+"""Late chunks against a simulated action queue and LeRobot's real-time engine."""
 
 import copy
 from collections import deque
@@ -31,30 +31,30 @@ def key(decision):
 
 
 class World:
-    """A robot that goes half of the way to each action, before one picture."""
+    """A robot that moves halfway to each action, with constant images."""
 
     def __init__(self):
         first = select_rows(observed(), [0])
         self.position, self._pixels, self.executed = first["agent_pos"][0], first["pixels"], []
 
-    def observation(self):
+    def observe(self):
         return {"agent_pos": self.position[None], "pixels": self._pixels}
 
     def step(self, action):
         self.executed.append(np.asarray(action))
         self.position = self.position + np.float32(0.5) * (np.asarray(action, np.float32) - self.position)
 
-    def robots(self):
-        """What a robot of LeRobot's shows."""
+    def robot_observation(self):
+        """Return the observation of a LeRobot robot."""
         motors = dict(zip(MOTORS, self.position.tolist(), strict=True))
         return motors | {name: images[0] for name, images in self._pixels.items()}
 
 
 def rollout(player, world, delay, decisions):
-    """What `act` has executed in a world."""
+    """Execute actions of `act` in a world and return them."""
     left = None
     for decision in range(decisions):
-        ((executed, left, _),) = player.act(world.seen(), [TASK], [key(decision)], delay, [left])
+        ((executed, left, _),) = player.act(world.observe(), [TASK], [key(decision)], delay, [left])
         for action in executed:
             world.step(action)
     return np.array(world.executed)
@@ -65,7 +65,7 @@ def test_late_chunks_match_a_simulated_action_queue(pi05, relative, steps, delay
     policy, pre, post = loaded(pi05, steps, relative)
 
     def chunk(decision):
-        batch = pre({**preprocess_observation(robot.seen()), "task": [TASK]})
+        batch = pre({**preprocess_observation(robot.observe()), "task": [TASK]})
         drawn = noise(*key(decision), (CHUNK, policy.config.max_action_dim))[None]
         return list(post(policy.predict_action_chunk(batch, noise=torch.from_numpy(drawn)))[0].numpy())
 
@@ -84,26 +84,26 @@ def test_late_chunks_match_a_simulated_action_queue(pi05, relative, steps, delay
 
 
 def engine_actions(policy, pre, post, delay, count, horizon, monkeypatch):
-    """What LeRobot's engine has a robot do, in `count` steps: its own loop, on a clock that only inference moves."""
+    """Run LeRobot's engine for `count` steps on a clock that only inference advances."""
     policy.config.rtc_config = config = RTCConfig(execution_horizon=horizon)
     policy.init_rtc_processor()
-    world, clock, observation, done = World(), [0.0], [], []
+    world, clock, calls, predictions = World(), [0.0], [], []
 
     def tick():
         action = engine.get_action(None)
         if action is not None and len(world.executed) < count:
             world.step(action.numpy())
-        engine.notify_observation(world.robots())
+        engine.notify_observation(world.robot_observation())
         if len(world.executed) == count:
             engine._shutdown_event.set()
 
     predict = policy.predict_action_chunk
 
-    def slowly(batch, **options):
-        drawn = noise(*key(len(done)), (CHUNK, policy.config.max_action_dim))[None]
-        observation.append(options)
+    def delayed_predict(batch, **options):
+        drawn = noise(*key(len(predictions)), (CHUNK, policy.config.max_action_dim))[None]
+        calls.append(options)
         chunk = predict(batch, noise=torch.from_numpy(drawn), **options)
-        done.append(chunk)
+        predictions.append(chunk)
         clock[0] += max(0.0, delay - 0.5) / FPS
         for _ in range(delay):
             tick()
@@ -114,7 +114,7 @@ def engine_actions(policy, pre, post, delay, count, horizon, monkeypatch):
         tick()
 
     monkeypatch.setattr(rtc, "time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=sleep))
-    monkeypatch.setattr(policy, "predict_action_chunk", slowly)
+    monkeypatch.setattr(policy, "predict_action_chunk", delayed_predict)
     features = hw_to_dataset_features(
         dict.fromkeys(MOTORS, float) | {name: (*size, 3) for name, size in CAMERAS.items()}, "observation"
     )
@@ -124,11 +124,11 @@ def engine_actions(policy, pre, post, delay, count, horizon, monkeypatch):
         rtc_queue_threshold=CHUNK - policy.config.n_action_steps,
     )
     engine._action_queue = rtc.ActionQueue(config)
-    engine.notify_observation(world.robots())
+    engine.notify_observation(world.robot_observation())
     engine.resume()
     engine._rtc_loop()
     assert not engine.failed
-    return np.array(world.executed), observation
+    return np.array(world.executed), calls
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def engine_actions(policy, pre, post, delay, count, horizon, monkeypatch):
     [(4, 0, False, None), (4, 2, False, 10), (5, 5, True, None)],
 )
 def test_real_time_chunks_match_lerobot_engine(pi05, relative, steps, delay, horizon, monkeypatch):  # noqa: F811
-    """With as many guided actions as are left; or with its own 10, of which it guides the last ones to zeros."""
+    """Guided towards the remaining actions, or over a horizon of 10 whose last targets are zeros."""
     count = 5 * steps - delay
     policy, pre, post = loaded(pi05, steps, relative)
     expected, calls = engine_actions(policy, pre, post, delay, count, horizon or CHUNK - steps, monkeypatch)
@@ -152,7 +152,6 @@ def test_real_time_chunks_match_lerobot_engine(pi05, relative, steps, delay, hor
 
 @pytest.mark.parametrize(("relative", "delay"), [(False, 0), (True, 2)])
 def test_policy_trained_with_delay_is_conditioned_on_executed_actions(pi05, relative, delay):  # noqa: F811
-    """LeRobot's preprocessor makes of the actions that are left what the policy predicts of this state."""
     steps = 4
     policy, pre, post = loaded(pi05, steps, relative)
     policy.config.rtc_training_max_delay = 3
@@ -160,7 +159,7 @@ def test_policy_trained_with_delay_is_conditioned_on_executed_actions(pi05, rela
     actual, robot, loss, left = rollout(player, World(), delay, 5), World(), PI05Loss(policy), None
     for decision in range(5):
         prefix = {} if left is None else {"action": left}
-        batch = pre({**preprocess_observation(robot.seen()), "task": [TASK], **prefix})
+        batch = pre({**preprocess_observation(robot.observe()), "task": [TASK], **prefix})
         drawn = torch.from_numpy(noise(*key(decision), (CHUNK, policy.config.max_action_dim))[None])
         chunk = continue_chunk(loss, batch, drawn, batch["action"] if prefix else None)
         actions = post(chunk)
@@ -174,7 +173,6 @@ def test_policy_trained_with_delay_is_conditioned_on_executed_actions(pi05, rela
 
 
 def test_real_time_chunks_of_a_row_are_independent_of_its_batch(pi05):  # noqa: F811
-    """And real-time chunks too."""
     player = Player(*loaded(pi05, 4, True), Acting(env=ENV, controller="rtc"))
     observation, keys = observed(), [(7, "two_bins", row, 0) for row in range(6)]
     rests = [acted.rest for acted in player.act(observation, [TASK] * 6, keys, 2)]

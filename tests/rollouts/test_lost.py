@@ -1,4 +1,4 @@
-"""What is lost while episodes are played, with a stand-in for Ray: policy servers, what stages saw, stages."""
+"""Lost policy servers, observations and stages, with a stand-in for Ray."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from vla_finetuning.rollouts.stage import Decision
 
 
 class Actor:
-    """An actor whose calls are references to themselves: (actor, method, arguments)."""
+    """An actor whose calls return references: (actor, method, arguments)."""
 
     def __init__(self, *_):
         self.killed = False
@@ -28,7 +28,7 @@ class Actor:
 
 @pytest.fixture
 def actors(monkeypatch):
-    """All actors that were made; calls of `act` end in what `results` says of the first ones, and then in actions."""
+    """Collect the actors made; calls of `act` raise or return by `results`."""
     stand_in = SimpleNamespace(all=[], results=[])
 
     def options(**_):
@@ -55,7 +55,7 @@ def actors(monkeypatch):
 
 
 def waiting():
-    """A seat with an episode that waits for its first decision."""
+    """Return a seat whose episode waits for its first decision."""
     playing = Playing(0, Episode("plain", "two_bins", 0, 1))
     return Seat(playing=[playing], decisions=[Decision(0, 0, "go")], seen="seen", since=1.0)
 

@@ -1,4 +1,4 @@
-"""A LeRobot policy that plays: the chunk that LeRobot itself predicts, whatever batch a row is in."""
+"""Policies as players: actions against LeRobot's own calls, and policies that are refused."""
 
 import copy
 
@@ -40,7 +40,7 @@ STATS = {key: {"mean": np.zeros(3), "std": np.full(3, 9.0), "q01": -np.ones(3), 
 
 
 def act_config(**options):
-    """LeRobot's configuration of a tiny ACT that sees the two bins."""
+    """Configure a tiny ACT for the two bins."""
     return tiny.act_config(FEATURES, use_vae=False, **options)
 
 
@@ -86,7 +86,6 @@ def test_chunk_matches_lerobot_for_equal_noise(pi05, instructions):
 
 
 def test_equal_weights_are_shared_before_moving_to_device(tmp_path, monkeypatch):
-    """Two whole policies may be larger than a GPU."""
     folder = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
     source, states = PolicySource(folder, PreTrainedConfig.from_pretrained(folder), env=ENV), []
     first = source.load(1)
@@ -100,8 +99,6 @@ def test_equal_weights_are_shared_before_moving_to_device(tmp_path, monkeypatch)
 
 
 def test_tied_weights_stay_tied_beside_another_player(tmp_path, monkeypatch):
-    """On a device they would be two."""
-
     def embedding_and_head(policy):
         language = policy.model.paligemma_with_expert.paligemma
         return language.model.language_model.embed_tokens, language.lm_head
@@ -123,7 +120,7 @@ def test_tied_weights_stay_tied_beside_another_player(tmp_path, monkeypatch):
 
 
 def loaded(parts, steps, relative):
-    """A copy of a policy and its processors that executes so many steps of a chunk, of relative actions or absolute."""
+    """Copy a policy with processors; set its executed steps and whether its actions are relative."""
     policy, pre, post = copy.deepcopy(parts)
     policy.config.n_action_steps, policy.config.use_relative_actions = steps, relative
     absolute = next(step for step in post.steps if hasattr(step, "relative_step"))
@@ -133,12 +130,12 @@ def loaded(parts, steps, relative):
 
 
 def moved(observation, steps):
-    """What is seen so many steps later."""
+    """Return the observation `steps` later."""
     return {**observation, "agent_pos": observation["agent_pos"] + np.float32(0.3 * steps)}
 
 
 def test_select_action_controller_matches_lerobot_loop(pi05, instructions):
-    """With relative actions, to each of which that adds the current state; rows are at different steps of a chunk."""
+    """Relative actions add the current state; the rows are at different steps of a chunk."""
     policy, pre, post = loaded(pi05, 4, relative=True)
     player = Player(policy, pre, post, Acting(env=ENV, controller="select_action"))
     seen, shape = observed(), (1, policy.config.chunk_size, policy.config.max_action_dim)
@@ -176,9 +173,9 @@ def test_row_is_independent_of_its_batch_and_of_earlier_calls(pi05, instructions
     torch.manual_seed(5)
     alone = np.concatenate([player(select_rows(seen, [i]), [instructions[i]], [KEYS[i]]) for i in range(len(KEYS))])
     scale = np.abs(batched).max()
-    np.testing.assert_allclose(alone, batched, atol=2e-6 * scale)  # what rounding of batched arithmetic leaves
+    np.testing.assert_allclose(alone, batched, atol=2e-6 * scale)  # rounding of batches
     order = [4, 0, 5, 2, 1, 3]
-    # In batches of one size even that is gone.
+    # Batches of one size are equal bit by bit.
     same = player(select_rows(seen, order), [instructions[i] for i in order], [KEYS[i] for i in order])
     np.testing.assert_array_equal(same, batched[order])
     other = player(seen, instructions, [(8, *key[1:]) for key in KEYS])
@@ -190,7 +187,6 @@ def act():
 
 
 def test_mixed_precision_matches_lerobot_eval(instructions):
-    """Of a policy that draws nothing: whatever the keys are."""
     policy = act()
     pre, post = make_pre_post_processors(policy.config, dataset_stats=STATS)
     player = Player(policy, pre, post, Acting(env=ENV))
@@ -207,7 +203,7 @@ def test_mixed_precision_matches_lerobot_eval(instructions):
 
 @pytest.mark.parametrize("kind", ["eo1", "xvla"])
 def test_packed_image_rows_match_lerobot(kind, tmp_path, instructions):
-    """Patches or crops of all cameras and rows are one tensor in some; here two cameras and four rows."""
+    """Some policies pack patches or crops of all cameras and rows into one tensor."""
     cameras = {f"observation.images.{name}": CAMERAS[name] for name in ("front", "top")}
     root = make_dataset(tmp_path / "dataset", episodes=(5, 5), cameras=cameras, state_dim=3)
     seen, rows = observed(), range(4)
@@ -230,7 +226,7 @@ def test_packed_image_rows_match_lerobot(kind, tmp_path, instructions):
 
 
 def in_libero(rows=2):
-    """What LeRobot's LIBERO shows, without its simulator."""
+    """Make observations as LeRobot's LIBERO returns them."""
     rng = np.random.default_rng(0)
     turns = np.stack([np.linalg.qr(rng.normal(size=(3, 3)))[0] for _ in range(rows)])
     eef = {"pos": rng.normal(size=(rows, 3)), "quat": rng.normal(size=(rows, 4)), "mat": turns}
@@ -242,10 +238,7 @@ def in_libero(rows=2):
 
 @pytest.mark.parametrize("normalises", [False, True])
 def test_xvla_in_libero_matches_lerobot(normalises, tmp_path):
-    """Its state and actions have rotations of six numbers there; images are normalised once.
-
-    LeRobot's own chain wants a preprocessor that leaves images alone; that of its own training refuses them.
-    """
+    """Rotations have six numbers; LeRobot's chain expects a preprocessor that does not normalise images."""
     cameras = dict.fromkeys(("observation.images.image", "observation.images.image2"), (48, 64))
     root = make_dataset(tmp_path / "dataset", episodes=(5, 5), cameras=cameras, state_dim=20, action_dim=20)
     env, tasks, keys = env_config("libero"), ["go to the red bin"] * 2, KEYS[:2]
@@ -268,13 +261,13 @@ def test_xvla_in_libero_matches_lerobot(normalises, tmp_path):
         np.testing.assert_allclose(actual[row], torch.cat(expected).numpy(), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="outside"):
         pre(shown)
-    # As a dataset has it: turned round, and not normalised.
+    # In dataset format: rotated, not normalised.
     eyes = Eyes(env, policy.config)({"pixels": {k: v[0] for k, v in in_libero()["pixels"].items()}})
     np.testing.assert_array_equal(eyes["observation.images.image"], in_libero()["pixels"]["image"][0, ::-1, ::-1])
 
 
 def test_xvla_inputs_are_checked_against_environment():
-    """As one from lerobot/xvla-base: a third camera, and a state's length that says nothing."""
+    """As lerobot/xvla-base: a third camera and an arbitrary state length."""
     config = PreTrainedConfig.get_choice_class("xvla")(device="cpu")
     names = ("image", "image2", "image3", "empty_camera_0")
     config.input_features = {f"observation.images.{n}": PolicyFeature(FeatureType.VISUAL, (3, 64, 64)) for n in names}
@@ -302,7 +295,7 @@ def test_policy_that_does_not_fit_environment_is_refused():
     with pytest.raises(ValueError, match=r"needs \['observation.images.cam0'\].*--rename_map="):
         check_fits(config, ENV, {})
     check_fits(config, ENV, renamed)
-    # What the message proposes is one of the environment's own names, and not one that the map has already.
+    # The message proposes an environment name that the map does not use yet.
     config.input_features["observation.images.cam1"] = config.input_features.pop("observation.images.wrist")
     with pytest.raises(ValueError, match=r"shows \['observation.images.front', .*='\{.observation.images.wrist"):
         check_fits(config, ENV, renamed)
@@ -310,7 +303,7 @@ def test_policy_that_does_not_fit_environment_is_refused():
     config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (7,))}
     with pytest.raises(ValueError, match=r"'action' has the shape \(7,\).*another robot"):
         check_fits(config, ENV, renamed)
-    # LIBERO's state is put together by its environment's own processor.
+    # LIBERO's environment processor assembles the state.
     config = act().config
     images = ("image", "image2")
     config.input_features = {f"observation.images.{name}": FEATURES["observation.images.top"] for name in images}
@@ -322,9 +315,9 @@ def test_policy_that_does_not_fit_environment_is_refused():
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        # LeRobot's select_action gives other actions than its chunk from the second step on.
+        # Its select_action differs from its chunk from the second step on.
         ("act", {"temporal_ensemble_coeff": 0.01, "n_action_steps": 1}, "temporal_ensemble_coeff=0.01 averages"),
-        # Of one step too: its state would have no axis of steps, and its queues stay empty.
+        # Even with one step its state lacks the time axis and its queues stay empty.
         ("diffusion", {"n_obs_steps": 1}, "n_obs_steps=1 .* past"),
         ("vqbet", {"n_obs_steps": 2}, "n_obs_steps=2 .* past"),
         ("multi_task_dit", {"n_obs_steps": 1}, "n_obs_steps=1 .* past"),
@@ -345,11 +338,7 @@ def test_policy_without_action_prediction_is_refused(monkeypatch):
 
 @pytest.fixture(scope="module")
 def masked(tmp_path_factory):
-    """A folder as of lerobot/pi05_base fine-tuned with --dataset.missing_cameras=mask.
-
-    The state's declared length is the padded one, the first camera is one that the dataset lacked, and the dataset's
-    third was left out.
-    """
+    """Make a policy as fine-tuned from lerobot/pi05_base with masked cameras: padded state, one camera absent."""
     inputs = {
         "observation.images.left_wrist_0_rgb": PolicyFeature(FeatureType.VISUAL, (3, 56, 56)),
         **{key: FEATURES[f"observation.images.{key.rpartition('.')[2]}"] for key in SEEN},
@@ -399,7 +388,7 @@ def test_pretrained_input_features_do_not_count_as_another_robot(masked):
     with pytest.raises(ValueError, match=r"has the shape \(2,\).*another robot"):
         check_fits(config, ENV, {})
     check_fits(config, ENV, {}, {**state, **action})
-    # A camera that training has seen must be shown, and one at least.
+    # Cameras used in training are required, and at least one.
     with pytest.raises(ValueError, match=r"needs \['observation.images.left_wrist_0_rgb'\]"):
         check_fits(config, ENV, {}, {**state, "observation.images.left_wrist_0_rgb": (3, 1, 1)})
     hidden = {key: f"{key}.hidden" for key in FEATURES if "images" in key}
@@ -407,7 +396,7 @@ def test_pretrained_input_features_do_not_count_as_another_robot(masked):
         check_fits(config, ENV, hidden, state)
     with pytest.raises(ValueError, match="needs .*wrist.*--rename_map="):
         check_fits(config, ENV, {"observation.images.wrist": "observation.images.left"}, state)
-    # Of ACT, which has no mask, all are needed.
+    # ACT has no camera masks and needs all.
     config = act().config
     with pytest.raises(ValueError, match=r"needs \['observation.images.top'\]"):
         check_fits(config, ENV, {"observation.images.top": "observation.images.hidden"})
@@ -418,13 +407,13 @@ def test_pretrained_input_features_do_not_count_as_another_robot(masked):
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory):
-    """A policy of random weights whose tokenizer knows the words, with one and with ten sampling steps."""
+    """Make a policy of random weights whose tokenizer knows the instructions and labels."""
     texts = [with_text(task, "bin red") for task in INSTRUCTIONS.values()]
     tasks = [f"{task}{words}" for task in (*INSTRUCTIONS.values(), *texts) for words in ("", *ADVANTAGE.values())]
     folder = make_base(tmp_path_factory.mktemp("labelled") / "base", tasks)
     config = PreTrainedConfig.from_pretrained(folder)
     config.n_action_steps = 4
-    # LeRobot starts some layers at zero, where a prompt would make no difference.
+    # LeRobot initialises some layers with zeros, which would ignore the prompt.
     return tiny.perturb(load_policy(folder, config), 0.05), *load_processors(folder, config)
 
 
@@ -442,7 +431,7 @@ def test_advantage_label_is_appended_to_instruction(labelled, instructions):
 
 
 def test_guidance_extrapolates_between_unlabelled_and_labelled_chunks(labelled, instructions, monkeypatch):
-    """In one sampling step linearly, and beyond."""
+    """Linear with one sampling step."""
     near = {"rtol": 1e-4, "atol": 1e-4}
     monkeypatch.setattr(labelled[0].config, "num_inference_steps", 1)
     with_label, without = (chunks(labelled, instructions, advantage=label) for label in ("positive", None))
@@ -457,7 +446,7 @@ def test_guidance_extrapolates_between_unlabelled_and_labelled_chunks(labelled, 
 
 @pytest.fixture
 def writer(labelled, monkeypatch):
-    """The policy, and what it would write of each row by its instruction alone."""
+    """Return the policy, the texts that it generates, and its prompts."""
     policy, pre, post = labelled
     tokenizer = tokenizer_step(pre).input_tokenizer
     _, end = ends_of_text(tokenizer)
@@ -482,7 +471,7 @@ def test_policy_acts_on_its_generated_text(writer, instructions, monkeypatch):
     assert not np.allclose(actual, chunks(labelled, instructions), **near)
     (alone,) = prompts
     assert not any("subtask" in prompt for prompt in alone)
-    # The label stays the last, as in training.
+    # The label stays last, as in training.
     both = {"advantage": "positive", "guidance": 1.5}
     expected = chunks(labelled, spoken, **both)
     embedded, embed = [], PI05Loss._embed_images

@@ -1,4 +1,4 @@
-"""An episode played again is the one that was played, or is not shown."""
+"""Films of replayed episodes, which are refused if the replay differs."""
 
 import io
 from functools import partial
@@ -20,7 +20,7 @@ MAKE = partial(CAMERAS_ONLY, render_mode="rgb_array")
 
 @pytest.fixture(scope="module")
 def episode():
-    """An episode's line and its actions, and what a viewer saw of it."""
+    """Return an episode's line, its actions, and its rendered views."""
     with MAKE() as env:
         env.reset(seed=5)
         line, views = {"seed": 5, "episode": 0, "initial_state": env.unwrapped.state_hash()}, [env.render()]
@@ -71,7 +71,6 @@ def test_replay_with_other_states_is_refused(episode, when):
 
 
 def test_replay_with_other_outcome_is_refused_without_state_hash(episode):
-    """An environment without `state_hash` gives none for an end that was not rendered."""
     line, actions, _ = episode
     for other, executed in (({"success_at_end": False}, actions), ({"success_at_end": False}, actions[:5])):
         with pytest.raises(NotRepeatedError, match="ended differently"):

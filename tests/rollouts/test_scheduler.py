@@ -1,4 +1,4 @@
-"""Episodes on Ray are those of a plain loop, whatever plays them, and whatever dies meanwhile."""
+"""Episodes on Ray against a plain loop, with lost processes; policy servers; capacity."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ SEED, DELAY = 50, 2
 
 
 def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, acted=None, **options):
-    """{episode: as `plain_loop` has it}, or its error. acted: a list to fill with (line, actions)."""
+    """Play episodes; return each one's outcome or error; append (line, actions) to `acted`."""
     lines = {}
 
     def on_end(line, actions):
@@ -62,7 +62,7 @@ def expected(episodes):
 
 
 def test_failing_episode_is_an_error_and_others_are_unaffected(ray_cluster, episodes, expected):
-    """Of six processes that simulate, a cluster of 3 CPUs has capacity for four beside the policy."""
+    """Four of the six environment processes fit the cluster."""
     gym = FAULTY_ID, {"seed": 1005, "how": "dies"}
     actual = played(episodes, gym, env_actors=6, policy_actors=2, batch_size=1)
     assert set(actual) == set(episodes)
@@ -71,10 +71,7 @@ def test_failing_episode_is_an_error_and_others_are_unaffected(ray_cluster, epis
 
 
 def test_late_chunks_match_plain_loop_despite_lost_processes(ray_cluster, tmp_path, monkeypatch):
-    """A stage that hangs, and a policy server, beside others that are not late, in batches of one size.
-
-    What is left of a chunk survives them, and so does what the policy wrote.
-    """
+    """A stage hangs and a server dies; left-over actions and generated texts survive."""
     monkeypatch.setenv("VLA_STEP_TIMEOUT_S", "2")
     late = episode_list(["plain", "late"], ["two_bins"], 8, seed=1000)
     expected = {
@@ -86,7 +83,7 @@ def test_late_chunks_match_plain_loop_despite_lost_processes(ray_cluster, tmp_pa
     sources, acted = {"policy": Seeing(notes=str(notes), dies=str(tmp_path / "server"), dies_after=3, writes=True)}, []
     assert played(late, gym, sources, acted, env_actors=2, policy_actors=2, batch_size=3, exact=True) == expected
     assert set(notes.read_text().split()) == {"3"} and len(acted) == len(late)
-    # What an episode is said to have done is what it did, also where some of it was done twice.
+    # Written actions reproduce the episode, also where steps were repeated.
     with gymnasium.make(two_bins.GYM_ID) as env:
         for line, actions in acted:
             assert line["texts"] == [f"{line['episode']} {decision}" for decision in range(line["decisions"])]
@@ -104,7 +101,7 @@ def test_late_chunks_match_plain_loop_despite_lost_processes(ray_cluster, tmp_pa
 
 
 class Echo:
-    """A player that says which it is and what it saw."""
+    """A player that returns its name and its inputs."""
 
     def __init__(self, name):
         self.name, self.batches = name, []
@@ -123,7 +120,7 @@ class Echo:
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_server_returns_each_row_its_own_actions(exact):
-    """Rows of several policies and stages in one call, some of them blindfolded."""
+    """Rows of two policies and two stages in one call, some blindfolded."""
     players = {"a": Echo(1), "b": Echo(2)}
     server = PolicyServer(players, batch_size=2, exact=exact)
     observations = [
@@ -168,7 +165,7 @@ def test_policy_without_capacity_raises_with_missing_resources(ray_cluster, epis
     ],
 )
 def test_process_counts_fit_cluster_and_episode_list(cpus, options, episodes, gigabytes, use_gpu, expected):
-    """(servers, stages, threads of a server, episodes at once in a stage)"""
+    """Counts: servers, stages, threads of a server, episodes at once in a stage."""
     counts = Processes.of(
         EvalOptions(**options), cpus, episodes=episodes, weights_bytes=int(gigabytes * 1e9), use_gpu=use_gpu
     )

@@ -1,4 +1,4 @@
-"""Chunks of several episodes in one process, against a plain loop over gymnasium."""
+"""Stages that play several episodes in chunks, against a plain loop over gymnasium."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ CHUNK = 4
 
 @functools.cache
 def paths():
-    """Where the demonstrator goes in each episode, and what a plain loop says of it."""
+    """Return the demonstrator's actions of each episode and their outcome in a plain loop."""
     lines = {}
     for start in EPISODES:
         number = start.number
@@ -50,7 +50,7 @@ def paths():
 
 
 def played(make, slots, episodes):
-    """What became of episodes, by number, and the decisions of each call, in their order."""
+    """Play episodes; return lines by number, and the decisions of each call."""
     playing, left = Stage({"two_bins": make}, slots, step_limit_s=60), list(episodes)
     lines, order, chunks = {}, [], None
     while True:
@@ -88,7 +88,7 @@ def test_restored_episode_is_identical_and_keeps_its_order():
     (ended, waiting), observation = Stage(MAKERS, 3, step_limit_s=60).advance([*restored, playing_of(3, 1003)])
     assert not ended and [(d.number, d.decision) for d in waiting] == [(0, 2), (1, 2), (2, 2)]
     assert all(image.any() for images in observation["pixels"].values() for image in images)
-    # One that was in its last chunk leaves its place to the next.
+    # An episode in its last chunk frees its slot.
     restored[0].chunks = np.array_split(expected[0][0], len(expected[0][0]) // CHUNK)
     (ended, waiting), _ = Stage(MAKERS, 3, step_limit_s=60).advance([*restored, playing_of(3, 1003)])
     assert outcome(ended[0]) == expected[0][1]
@@ -96,7 +96,7 @@ def test_restored_episode_is_identical_and_keeps_its_order():
 
 
 class Failing(two_bins.TwoBins):
-    """`TwoBins` whose episode of seed 1001 goes wrong in its sixth step, so many times."""
+    """`TwoBins` whose episode of seed 1001 fails in its sixth step, `times` times."""
 
     times, how = 0, ""
 
@@ -112,7 +112,7 @@ class Failing(two_bins.TwoBins):
 
 @pytest.mark.parametrize(("how", "times"), [("raises", 2), ("raises", 3), ("nan", 3)])
 def test_failing_environment_fails_its_episode_alone(monkeypatch, how, times):
-    """Twice it begins anew, and nothing is changed; the third time is its result. Others go on."""
+    """Two retries leave no trace; the third failure is the result."""
 
     plain, order = played(MAKERS["two_bins"], 2, EPISODES[:4])
     monkeypatch.setattr(Failing, "how", how)
@@ -134,7 +134,7 @@ gymnasium.register(FAILING_ID, entry_point=Failing, max_episode_steps=EPISODE_LE
 
 @pytest.mark.parametrize("limit", [10, 12])
 def test_final_observation_is_returned_on_truncation(limit):
-    """In the middle of a chunk as at its end, also where a process failed meanwhile; a success is the end."""
+    """Also after a restored process; a success has none."""
     make, away = partial(gymnasium.make, two_bins.GYM_ID, max_episode_steps=limit), np.zeros((1, CHUNK, 3), np.float32)
     with make() as env:
         env.reset(seed=1000)
@@ -162,7 +162,7 @@ def test_final_observation_is_returned_on_truncation(limit):
 
 
 class EndsEarly(two_bins.TwoBins):
-    """`TwoBins` that ends each episode by itself in the sixth step, before its step limit."""
+    """`TwoBins` that truncates each episode in the sixth step, before its step limit."""
 
     def step(self, action):
         observation, reward, terminated, _, info = super().step(action)
@@ -179,7 +179,7 @@ def test_unrendered_final_state_is_not_bootstrapped():
 
 
 def test_slot_has_one_environment_of_its_current_task():
-    """What another task's environment holds, a simulator's memory, is let go, also where it cannot close."""
+    """Environments of other tasks are released, even if closing them fails."""
     environments, closed = [], []
 
     class Noted(two_bins.TwoBins):
@@ -203,7 +203,6 @@ def test_slot_has_one_environment_of_its_current_task():
 
 
 def test_first_reset_of_an_environment_has_the_long_time_limit(monkeypatch):
-    """Some load and compile their simulator in it."""
     limits = []
     monkeypatch.setattr(stage, "_limit", lambda seconds: limits.append(seconds) or contextlib.nullcontext())
     playing = Stage(MAKERS, 1, step_limit_s=60)

@@ -1,4 +1,4 @@
-"""A server of one robot in this process, for a module of tests."""
+"""A server of one robot in this process, per test module."""
 
 import pytest
 

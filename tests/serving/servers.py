@@ -1,4 +1,4 @@
-"""Servers in this process, for clients that block: in a thread of its own, with or without Ray."""
+"""Servers in this process, in a thread of their own, with or without Ray."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ PORTS = ["--serve.port=0", "--serve.grpc_port=0", "--use_gpu=false"]
 
 
 def make_export(folder, *robots):
-    """What a run exports, of one robot or several: a tiny PI0.5 that sees the two bins."""
+    """Export a tiny PI0.5 for the two bins, of one robot or several."""
     from tests.rollouts.test_player import make_base
 
     tasks = [f"{opening}{text}" for opening in ("", *(f"{r}: " for r in robots)) for text in INSTRUCTIONS.values()]
@@ -39,7 +39,7 @@ def make_service(folder, *flags):
 
 
 class InProcess:
-    """In place of Serve's handle: computes here."""
+    """Computes in this process, in place of Serve's handle."""
 
     def __init__(self, service):
         self._players = load_players(service.sources, 1)
@@ -56,7 +56,7 @@ def gateway_of(service, handle, token=None):
 
 @contextlib.contextmanager
 def served(service, handle=None, token=None):
-    """A server, on Ray unless a handle stands in for that; yields its addresses."""
+    """Run a server, on Ray unless a handle is passed; yield its addresses."""
 
     async def healthy():
         return True

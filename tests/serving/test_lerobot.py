@@ -1,4 +1,4 @@
-"""The calls of LeRobot's robot_client, one by one; the client itself is in tests/robot/."""
+"""The calls of LeRobot's robot_client, one by one; tests/robot/ runs the client itself."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ def camera_image(name):
 
 
 def expected(service, session, step):
-    """The chunk that the policy computes in process, of the images as the cameras took them."""
+    """Predict the chunk in process, from the images in camera sizes."""
     observed = {
         "agent_pos": np.array([[1, 2, 3]], np.float32),
         "pixels": {name: camera_image(name)[None] for name in SIZES},
@@ -40,10 +40,8 @@ def expected(service, session, step):
 
 
 class Stub:
-    """The calls of robot_client, one by one."""
-
     def __init__(self, addresses, **setup):
-        # Channels with the same options share a connection, and a connection is a client.
+        # Otherwise channels with equal options share a connection.
         options = [("grpc.use_local_subchannel_pool", 1)]
         self.channel = grpc.insecure_channel(f"127.0.0.1:{addresses.grpc}", options)
         self.stub = services_pb2_grpc.AsyncInferenceStub(self.channel)
@@ -130,7 +128,7 @@ def test_step_is_computed_once_unless_must_go(addresses, monkeypatch):
 
 
 class Slow(InProcess):
-    """Takes its time, in which the server goes on."""
+    """Delays each computation."""
 
     def __init__(self, service):
         super().__init__(service)
@@ -143,7 +141,6 @@ class Slow(InProcess):
 
 
 def test_observation_of_a_step_in_computation_is_skipped(service, monkeypatch):
-    """A client that waits sends its observation at every tick."""
     monkeypatch.setattr(lerobot, "POLL_S", 0.5)
     with served(service, handle := Slow(service)) as addresses, ThreadPoolExecutor() as threads:
         stub = Stub(addresses)
@@ -236,7 +233,6 @@ def test_pickled_calls_are_not_executed(sent, error, tmp_path, monkeypatch):
 
 
 def test_pickle_cannot_set_class_attributes():
-    """BUILD on a class would set its attributes, for all messages to come."""
     sets = b"\x80\x04\x8c\x05numpy\x8c\x07ndarray\x93N}\x8c\x04name\x8c\x01x\x86s\x86b."
     with pytest.raises(ValueError, match="no pickle of|sets attributes of a type"):
         read_pickle(sets, "TimedObservation")

@@ -1,4 +1,4 @@
-"""openpi's protocol, spoken by openpi's own client: the chunk that is computed in process, and clear errors."""
+"""openpi's protocol with openpi's own client, against in-process chunks; errors."""
 
 import json
 import urllib.error
@@ -38,7 +38,7 @@ def openpi():
 
 
 def expected(service, session, decision, row=0, robot="", instruction=INSTRUCTION):
-    """The chunk of the same policy in process."""
+    """Predict the chunk in process."""
     player = service.sources[robot].load(1)
     return player(select_rows(observed(), [row]), [instruction], [(service.config.seed, session, 0, decision)])[0]
 
@@ -163,7 +163,7 @@ def test_non_local_address_requires_token(service, monkeypatch):
     for token, message in (
         ("", "opens the server to other machines: set VLA_SERVE_TOKEN"),
         ("short", "has 5 characters: give at least 16"),
-        # What the name in LeRobot's protocol cannot hold.
+        # The policy name in LeRobot's protocol cannot contain these characters.
         *(
             (token, "give letters and digits, as `openssl rand -hex 16`")
             for token in ("0123456789&abcdef", f"{TOKEN}#")

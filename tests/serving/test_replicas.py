@@ -1,4 +1,4 @@
-"""On Ray Serve: batches of what arrives together, and a replica that dies."""
+"""Batching and a killed replica on Ray Serve."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Stopping(PolicySource):
-    """A policy that computes without an end where an instruction is "stop", and writes its process's number first."""
+    """A policy that writes its process id and blocks on the instruction "stop"."""
 
     note: Path = Path()
 
@@ -54,7 +54,7 @@ class Stopping(PolicySource):
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    # Two of the cluster's three CPUs; a wait that outlasts the threads of a busy machine.
+    # Two of the cluster's three CPUs; the wait is long enough for a busy machine.
     folder = tmp_path_factory.mktemp("serving")
     plain = make_service(
         make_export(folder), "--serve.replicas=2", f"--serve.batch_size={CLIENTS}", "--serve.wait_ms=500"
@@ -83,7 +83,7 @@ def test_dead_replica_fails_only_requests_in_flight(service, addresses):
     killed, note = threading.Event(), service.sources[""].note
 
     def run(i):
-        """Ask until two decisions began after the replica was gone."""
+        """Request until two decisions began after the replica died."""
         client, answers, since = Client(addresses, f"others-{i}"), [], 0
         while since < 2:
             after = killed.is_set()
@@ -107,6 +107,6 @@ def test_dead_replica_fails_only_requests_in_flight(service, addresses):
         last = len(answers) - 1
         alone = expected(service, f"others-{i}", last, i % 6)
         np.testing.assert_allclose(answers[last]["actions"], alone, atol=2e-6 * np.abs(alone).max())
-    # The decision that failed was not counted.
+    # The failed decision was not counted.
     np.testing.assert_array_equal(stopped.infer(message())["actions"], expected(service, "stopped", 0))
     assert urllib.request.urlopen(f"http://127.0.0.1:{addresses.port}/healthz").read() == b"OK\n"

@@ -1,4 +1,4 @@
-"""How a server starts its replicas and ends, with a stand-in for Ray Serve."""
+"""Start and stop of a server, with a stand-in for Ray Serve."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from vla_finetuning.serving.server import describe_service
 
 
 class Serve:
-    """Ray Serve, as far as a server uses it: applications by name, all with one status."""
+    """Stand-in for Ray Serve: applications by name, all with one status."""
 
     RunTarget = staticmethod(lambda application, name, route_prefix: SimpleNamespace(name=name))
 
@@ -40,7 +40,7 @@ class Serve:
 
 @pytest.fixture
 def ray_serve(monkeypatch):
-    """Serve whose cluster has two CPUs, both of them held."""
+    """Replace Serve by one whose cluster has both CPUs occupied."""
     stand_in = Serve(ApplicationStatus.DEPLOYING)
     monkeypatch.setattr(server, "serve", stand_in)
     context = SimpleNamespace(get_node_id=lambda: "node")
