@@ -16,7 +16,7 @@ from vla_finetuning.policies.processors import DeviceHalf
 CHUNK, ROWS = 4, 4
 
 
-def test_means_over_parts_of_a_step_are_lerobots_over_all_of_it(monkeypatch):
+def test_mean_over_parts_of_step_equals_lerobot_over_whole(monkeypatch):
     state = {
         "observation.state": PolicyFeature(FeatureType.STATE, (3,)),
         "observation.environment_state": PolicyFeature(FeatureType.ENV, (2,)),
@@ -40,7 +40,7 @@ def test_means_over_parts_of_a_step_are_lerobots_over_all_of_it(monkeypatch):
     assert (sum(loss(part) for part in parts) / 2 - expected).abs() > 1e-3  # without it they are not
 
 
-def test_what_a_policy_calls_as_the_loop_does_is_not_taken_for_the_loops():
+def test_policy_metrics_do_not_replace_metrics_of_training_loop():
     """A held-out loss would choose the best checkpoint."""
     loss = SimpleNamespace(metrics=DeviceMetrics(torch.device("cpu")), training=True)
     PolicyLoss.add_metrics(loss, {"eval_loss": 0.1, "loss": 2.0, "l1_loss": torch.tensor([3.0]), "text": "x"})

@@ -87,7 +87,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_kernel_that_is_right_is_kept(loss, dtype, caplog):
+def test_correct_attention_kernel_is_chosen(loss, dtype, caplog):
     found = chosen(loss, dtype)
     assert (found.kernel, found.refused, caplog.records) == ("sdpa", [], [])
     shapes = ["prefix 28 x 28", "suffix 6 x 34", "prefix 68 x 68", "suffix 6 x 74"]
@@ -99,7 +99,7 @@ def test_a_kernel_that_is_right_is_kept(loss, dtype, caplog):
     [(what, kernel, torch.float32) for what, kernels in WRONG.items() for kernel in kernels]
     + [("gradient of the keys", wrong_gradient_of_the_padding, torch.bfloat16)],
 )
-def test_a_kernel_that_is_wrong_is_replaced_by_one_that_is_not(loss, monkeypatch, caplog, dtype, what, wrong):
+def test_faulty_attention_kernel_is_replaced(loss, monkeypatch, caplog, dtype, what, wrong):
     def fused(query, key, value, bias, scale):
         return (wrong if by_flash() else FUSED)(query, key, value, bias, scale=scale)
 
@@ -113,7 +113,7 @@ def test_a_kernel_that_is_wrong_is_replaced_by_one_that_is_not(loss, monkeypatch
     ]
 
 
-def test_a_kernel_that_is_wrong_at_one_shape_is_not_used_at_any(loss, monkeypatch):
+def test_kernel_faulty_at_one_shape_is_not_used_at_any(loss, monkeypatch):
     def fused(query, key, value, bias, scale):
         wrong = by_flash() and key.shape[2] == 74
         return (wrong_gradient_of_the_values if wrong else FUSED)(query, key, value, bias, scale=scale)
@@ -123,7 +123,7 @@ def test_a_kernel_that_is_wrong_at_one_shape_is_not_used_at_any(loss, monkeypatc
     assert found.kernel == "math" and "at suffix 6 x 74" in found.refused[0]
 
 
-def test_where_all_are_wrong_attention_is_lerobots(loss, monkeypatch, caplog):
+def test_eager_attention_is_used_if_all_kernels_are_faulty(loss, monkeypatch, caplog):
     monkeypatch.setattr(
         attention.F, "scaled_dot_product_attention", lambda *a, scale: wrong_gradient_of_the_values(*a, scale=scale)
     )
@@ -133,7 +133,7 @@ def test_where_all_are_wrong_attention_is_lerobots(loss, monkeypatch, caplog):
     assert [reason.split()[0] for reason in found.refused] == ["FLASH_ATTENTION", "MATH"] and len(caplog.records) == 2
 
 
-def test_what_is_frozen_is_not_judged_by_its_gradients(monkeypatch):
+def test_kernel_check_skips_gradients_of_frozen_layers(monkeypatch):
     policy = make_policy(2)
     choose_trainable(policy, "expert")
     backward = {shape.name: shape.backward for _, shape in PI05Loss(policy).attentions(2, [20])}
@@ -149,7 +149,7 @@ def test_what_is_frozen_is_not_judged_by_its_gradients(monkeypatch):
     assert set(seen) == {(28, False), (34, True), (68, False), (74, True)}
 
 
-def test_a_lack_of_memory_is_no_fault_of_the_kernel(loss, monkeypatch):
+def test_out_of_memory_in_kernel_check_is_raised(loss, monkeypatch):
     def fused(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -158,13 +158,13 @@ def test_a_lack_of_memory_is_no_fault_of_the_kernel(loss, monkeypatch):
         chosen(loss)
 
 
-def test_eager_attention_is_the_measure_and_not_measured(loss, monkeypatch):
+def test_eager_attention_is_not_checked(loss, monkeypatch):
     monkeypatch.setattr(attention, "_compute", lambda *_: pytest.fail("it was computed"))
     assert chosen(loss, asked="eager").kernel == "eager"
 
 
 @pytest.mark.parametrize("compiler", [None, Compiler("eager")])
-def test_a_chosen_kernel_is_what_the_loss_uses(loss, monkeypatch, compiler):
+def test_loss_uses_chosen_kernel(loss, monkeypatch, compiler):
     expected = loss(*make_batch(loss.policy))
     used = []
 

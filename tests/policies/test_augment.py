@@ -35,7 +35,7 @@ def augmentation(policy, name="none", enable=True, **transforms):
     return make_augmentation(name, options, Config().seed, list(policy.image_features))
 
 
-def test_what_is_drawn_is_splitmix64():
+def test_uniform_draws_are_splitmix64():
     """Its outputs for a published seed; and a row's numbers, whatever else is in the batch, on whatever device."""
     state = [augment._to_int64(1234567 + n * augment._GOLDEN) for n in (1, 2, 3)]
     found = [value % 2**64 for value in augment._splitmix64(torch.tensor(state)).tolist()]
@@ -90,7 +90,7 @@ LEROBOTS = {
 
 
 @pytest.mark.parametrize("name", LEROBOTS)
-def test_a_transform_is_lerobots_on_the_same_parameters(name):
+def test_transform_equals_lerobot_on_same_parameters(name):
     kind, kwargs, params_of = LEROBOTS[name]
     transform = make_transform_from_config(ImageTransformConfig(type=kind, kwargs=kwargs))
     step = augment._lerobot_transform("here", transform)
@@ -126,7 +126,7 @@ def openpis(image, top, left, degrees, brightness, contrast, saturation, wrist):
 
 
 @pytest.mark.parametrize("wrist", [False, True])
-def test_openpis_augmentation_is_its_formula(wrist):
+def test_openpi_augmentation_equals_openpi_formula(wrist):
     step, before = openpi_step(wrist), images()
     numbers = draw_uniform(5, torch.arange(ROWS), 1)[:, : step.draws]
     if not wrist:
@@ -143,7 +143,7 @@ def test_openpis_augmentation_is_its_formula(wrist):
 FACTORS = ((0.7, 1.3), (0.6, 1.4), (0.5, 1.5))
 
 
-def test_of_several_transforms_each_row_has_some_by_their_weights():
+def test_transform_subset_frequencies_follow_weights():
     """Pairs come as often as `torch.multinomial` without replacement would give them; in order, or as drawn."""
     digits = [Uniform(lambda x, digit=digit: 10 * x + digit, []) for digit in (1, 2, 3)]
     weights, rows = [1.0, 2.0, 5.0], 20_000
@@ -164,7 +164,7 @@ def test_of_several_transforms_each_row_has_some_by_their_weights():
     assert set(Subset(digits, weights, 3, False)(nothing, numbers).flatten().tolist()) == {123}
 
 
-def test_lerobots_defaults_change_three_things_and_leave_rows_to_themselves():
+def test_augmented_rows_are_independent_of_their_batch():
     """A row's frames do not depend on the batch, nor those of a window on each other."""
     policy = make_config(2)
     augmented = augmentation(policy)
@@ -179,7 +179,7 @@ def test_lerobots_defaults_change_three_things_and_leave_rows_to_themselves():
     assert torch.equal(windowed[:, 0], found) and torch.equal(windowed[:, 1], found)
 
 
-def test_only_frames_that_are_trained_on_are_changed():
+def test_augmentation_applies_only_in_training():
     policy = make_config(1)
     (key,) = policy.image_features
     half = DeviceHalf(None, policy, augmentation(policy, "openpi", enable=False))
@@ -203,12 +203,12 @@ def test_only_frames_that_are_trained_on_are_changed():
         ({"turn": {"type": "RandomAffine", "kwargs": {"degrees": 5, "fill": 1}}}, "'turn': .*center and fill out"),
     ],
 )
-def test_transforms_that_are_not_done_are_refused(transforms, message):
+def test_unsupported_transforms_are_refused(transforms, message):
     with pytest.raises(ValueError, match=f"--dataset.image_transforms.tfs: {message}"):
         augmentation(make_config(1), **transforms)
 
 
-def test_flags_have_lerobots_names():
+def test_augmentation_flags_have_lerobot_names():
     tfs = {"dark": {"weight": 2.0, "type": "ColorJitter", "kwargs": {"brightness": [0.1, 0.2]}}}
     given = {"enable": "true", "max_num_transforms": "2", "random_order": "true", "tfs": json.dumps(tfs)}
     flags = [f"--dataset.image_transforms.{name}={value}" for name, value in given.items()]

@@ -60,7 +60,7 @@ def train(policy, module, steps, accum=1, autocast=None, first=0):
     return losses
 
 
-def test_layers_compile_once_and_change_nothing():
+def test_layers_compile_once_with_losses_of_eager():
     """AOTAutograd's graphs, forward and backward, run by PyTorch: all of compiling but the code generator."""
     policy = make_policy(2)
     choose_trainable(policy, "full")
@@ -75,7 +75,7 @@ def test_layers_compile_once_and_change_nothing():
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_one_graph_for_all_layers_of_a_kind():
+def test_layers_of_a_kind_share_one_graph():
     policy = make_policy(2)
     choose_trainable(policy, "full")
     backend = Counting()
@@ -88,7 +88,7 @@ def test_one_graph_for_all_layers_of_a_kind():
     assert backend.graphs == 4 and torch._dynamo.utils.counters["frames"]["total"] == frames
 
 
-def test_under_autocast_and_ddp(process_group):
+def test_compiled_layers_under_autocast_and_ddp_equal_eager(process_group):
     policy = make_policy(2)
     choose_trainable(policy, "expert")
     plain = copy.deepcopy(policy)
@@ -101,7 +101,7 @@ def test_under_autocast_and_ddp(process_group):
     assert backend.graphs == 4
 
 
-def test_more_shapes_than_a_run_can_have_are_refused(monkeypatch):
+def test_compiler_refuses_more_shapes_than_limit(monkeypatch):
     # Each length of prompts, with and without gradients, for action tokens and text, with all cameras and with fewer.
     assert 8 * MAX_LENGTHS < MAX_SHAPES
     monkeypatch.setattr(compiling, "MAX_SHAPES", 2)
@@ -118,7 +118,7 @@ def _double(layer, values):
     return 2 * values
 
 
-def test_where_compiling_is_not_tried(monkeypatch):
+def test_compiling_requires_triton_and_recent_gpu(monkeypatch):
     assert why_not(CPU)
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla P100")
@@ -129,7 +129,7 @@ def test_where_compiling_is_not_tried(monkeypatch):
 
 
 @pytest.mark.slow
-def test_inductors_code_trains_alike():
+def test_inductor_losses_equal_eager():
     """With the compiler of C++ that PyTorch's code generator calls on a CPU: a minute or two."""
     policy = make_policy(2)
     choose_trainable(policy, "full")

@@ -28,7 +28,7 @@ def lerobots_flops(config, mode):
     return counter.get_total_flops()
 
 
-def test_flops_are_counted_and_less_than_lerobots():
+def test_counted_flops_are_below_lerobot():
     config = make_config(3, depth=2)
     expert, full = (flops_per_sample(config, 3, mode) for mode in ("expert", "full"))
     assert 0 < expert < 0.7 * lerobots_flops(config, "expert")
@@ -37,7 +37,7 @@ def test_flops_are_counted_and_less_than_lerobots():
     assert expert < two < 1.5 * expert and three - two == two - expert  # the prefix is counted once
 
 
-def test_tokens_are_those_of_lerobots_sequence():
+def test_token_count_equals_lerobot_sequence():
     policy, cameras = make_policy(3), 3
     batch, noise, time = make_batch(policy)
     theirs, lengths = reference(policy, noise, time), []
@@ -55,13 +55,13 @@ def test_tokens_are_those_of_lerobots_sequence():
     assert family.tokens(policy.config, cameras, 3) == lengths[0] + 2 * policy.config.chunk_size
 
 
-def test_work_of_the_real_pi05():
+def test_flops_and_tokens_of_real_pi05():
     """4.14 B parameters, 3 cameras, 200 tokens, chunks of 50; LeRobot's plain autograd takes 8.64 T in this mode."""
     assert flops_per_sample(real_config(), 3, "expert") / 1e12 == pytest.approx(4.53, rel=0.01)
     assert family_of(real_config()).tokens(real_config(), 3) == 3 * 256 + 200 + 50
 
 
-def test_work_of_the_real_pi0():
+def test_flops_and_tokens_of_real_pi0():
     """2 FLOP per weight and token forward and 4 backward: 2.3 B weights of images and language, 0.3 B of actions."""
     sizes = {"chunk_size": 50, "n_action_steps": 50, "max_action_dim": 32, "max_state_dim": 32}
     config = pi0_config(3, image_resolution=(224, 224), tokenizer_max_length=48, **sizes)
@@ -71,7 +71,7 @@ def test_work_of_the_real_pi0():
     assert family_of(config).tokens(config, 3) == prefix + suffix
 
 
-def test_work_of_the_real_smolvla(tmp_path):
+def test_flops_and_tokens_of_real_smolvla(tmp_path):
     """Sizes of SmolVLM2-500M: of a row, 646 GFLOP in the vision tower at 512 x 512 and 110 in language and expert."""
     text = {"hidden_size": 960, "intermediate_size": 2560, "num_attention_heads": 15, "num_key_value_heads": 5}
     vision = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
@@ -88,7 +88,7 @@ def test_work_of_the_real_smolvla(tmp_path):
     assert flops_per_sample(config, 3, "expert") == pytest.approx(756e9, rel=0.05)
 
 
-def test_operations_of_all_lengths_follow_from_three():
+def test_flops_of_all_prompt_lengths_follow_from_three():
     config, prompts = make_config(1, depth=2), (4, 9, 33, 50)
     found = flops_by_prompt(config, 1, "full", 2, prompts)
     assert found[9] == flops_per_sample(config, 1, "full", 2, 9) and list(found) == list(prompts)

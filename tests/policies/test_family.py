@@ -24,26 +24,26 @@ from vla_finetuning.policies.registry import FAMILIES, family_of, types_that
 from vla_finetuning.training.model import build_model
 
 
-def test_a_derived_type_is_of_the_family_it_derives_from():
+def test_derived_type_belongs_to_family_of_its_base():
     assert make_config().type == "tiny_pi05" and family_of(make_config()) is FAMILIES["pi05"]
     assert family_of(make_config()).tokenizer_name(make_config()) is None  # its processors are its own
     assert family_of(ACTConfig()) is FAMILIES["act"]
 
 
-def test_a_type_in_no_line_is_plain_and_not_shown(monkeypatch):
+def test_unregistered_type_gets_default_family(monkeypatch):
     monkeypatch.delitem(FAMILIES, "vqbet", raising=False)
     family = family_of(VQBeTConfig())
     assert type(family) is Family and family.type == "vqbet" and not family.as_lerobot
 
 
-def test_every_type_of_lerobots_is_trained_or_refused_with_a_reason():
+def test_every_lerobot_type_is_trained_or_refused_with_reason():
     known = PreTrainedConfig.get_known_choices()
     theirs = {name for name, kind in known.items() if kind.__module__.startswith("lerobot.")}
     assert {name for name, family in FAMILIES.items() if family.as_lerobot or family.refused} == theirs
     assert not [name for name, family in FAMILIES.items() if family.as_lerobot and family.refused]
 
 
-def test_the_table_in_the_readme_has_every_trained_type():
+def test_readme_table_lists_every_trained_type():
     section = (Path(__file__).parents[2] / "README.md").read_text().split("\n## Policies\n")[1].split("\n## ")[0]
     named = set(re.findall(r"^\| `(\w+)`[^|]*\|(?:[^|]+\|){5}$", section, re.MULTILINE))
     assert named == {name for name, family in FAMILIES.items() if family.as_lerobot}
@@ -59,14 +59,14 @@ def test_the_table_in_the_readme_has_every_trained_type():
         ("perceptron", "no policy is of type 'perceptron'; LeRobot knows act, "),
     ],
 )
-def test_a_type_is_refused_by_its_name(dataset, kind, reason, monkeypatch):
+def test_unsupported_policy_type_is_refused_with_reason(dataset, kind, reason, monkeypatch):
     monkeypatch.setattr(base_policy, "policy_config_of", None)
     argv = [f"--dataset.root={dataset}", f"--policy.type={kind}", f"--output_dir={dataset.parent / 'out'}"]
     with pytest.raises(ValueError, match=f"^--policy.type={kind}: .*{reason}"):
         resolve(parse_args(argv), gpus_found=0)
 
 
-def test_what_is_said_of_packages_is_true():
+def test_packages_named_as_missing_are_not_locked():
     lock = (Path(__file__).parents[2] / "requirements.lock").read_text().lower()
     for kind, packages in (("groot", ("dm-tree",)), ("wall_x", ("torchdiffeq", "qwen-vl-utils"))):
         for package in packages:
@@ -74,7 +74,7 @@ def test_what_is_said_of_packages_is_true():
 
 
 @pytest.mark.parametrize("on_hub", [False, True])
-def test_of_a_refused_type_no_more_is_read_or_downloaded_than_its_configuration(dataset, tmp_path, monkeypatch, on_hub):
+def test_only_config_is_read_or_downloaded_of_refused_type(dataset, tmp_path, monkeypatch, on_hub):
     (tmp_path / "config.json").write_text('{"type": "lingbot_va"}')
     (tmp_path / "model.safetensors").touch()
 
@@ -91,7 +91,7 @@ def test_of_a_refused_type_no_more_is_read_or_downloaded_than_its_configuration(
         resolve(parse_args(argv), gpus_found=0)
 
 
-def test_a_type_that_starts_from_weights_of_its_own_says_so(dataset):
+def test_fastwam_without_base_weights_is_refused_with_flag(dataset):
     """LeRobot sets a base of FastWAM's own sizes where none is given."""
     argv = [f"--dataset.root={dataset}", "--policy.type=fastwam", f"--output_dir={dataset.parent / 'out'}"]
     with pytest.raises(ValueError, match="^--policy.type=fastwam: .* the weights of lerobot/fastwam_base: give them"):
@@ -136,7 +136,7 @@ def flags(root, *more):
 ASKED = ("--train.mode=heads", "--train.mask_padding=true", "--dataset.on_error=skip", "--steps=2")
 
 
-def test_a_line_of_the_registry_is_all_that_a_run_needs(dataset, monkeypatch):
+def test_registered_family_suffices_for_run(dataset, monkeypatch):
     for asked in ASKED[:3]:
         full = () if asked.startswith("--train.mode") else ("--train.mode=full",)
         with pytest.raises(ValueError, match=f"pi05.*act|act.*{asked.partition('=')[0]}"):
@@ -153,14 +153,14 @@ def test_a_line_of_the_registry_is_all_that_a_run_needs(dataset, monkeypatch):
     assert {"pi05", "act", "pi0"} <= set(types_that(lambda family: family.row_losses).split(", "))
 
 
-def test_the_flag_names_the_types_that_lerobot_trains_in_float32():
+def test_precision_help_lists_types_trained_in_float32():
     (said,) = [one.help for one in options_of(Config) if one.path == "train.precision"]
     assert {name for name in FAMILIES if re.search(rf"\b{name}\b", said)} == {
         name for name, family in FAMILIES.items() if family.in_float32
     }
 
 
-def test_what_shares_a_parameter_is_no_unit_of_fsdp2():
+def test_fsdp2_units_exclude_modules_with_shared_parameters():
     """An embedding of words that is tied to the head: FSDP2 would shard each for itself, as two parameters."""
     model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False), "mlp": nn.Linear(3, 3)})
     assert PolicyLoss._training_modules(model, "embed|mlp") == [model["embed"], model["mlp"]]

@@ -44,7 +44,7 @@ VISION_TRAINS = {"freeze_vision_encoder": False, "train_state_proj": False}
         ("smolvla", "full", "sdpa", 0, MARKS),
     ],
 )
-def test_loss_and_every_gradient_are_lerobots(backbone, kind, mode, attention, missing, options, in_float64):
+def test_loss_and_gradients_equal_lerobot(backbone, kind, mode, attention, missing, options, in_float64):
     policy = make_policy(kind, backbone, **options).double()
     arguments = to_float64(*make_batch(policy, missing=missing))
     choose_trainable(policy, mode)
@@ -65,7 +65,7 @@ def test_loss_and_every_gradient_are_lerobots(backbone, kind, mode, attention, m
         ("smolvla", "full", {}, {"compile": Compiler("eager")}),
     ],
 )
-def test_in_float32_without_what_training_never_uses(backbone, kind, mode, options, of_loss):
+def test_float32_loss_without_unused_parameters_equals_lerobot(backbone, kind, mode, options, of_loss):
     policy = make_policy(kind, backbone, **options)
     arguments = make_batch(policy)
     choose_trainable(policy, mode)
@@ -81,7 +81,7 @@ def test_in_float32_without_what_training_never_uses(backbone, kind, mode, optio
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_several_draws_are_the_mean_of_lerobots_losses(backbone, kind, in_float64):
+def test_loss_of_several_draws_is_mean_of_lerobot_losses(backbone, kind, in_float64):
     policy, draws = make_policy(kind, backbone).double(), 3
     choose_trainable(policy, "full")
     batch, noise, time = to_float64(*make_batch(policy, draws=draws))
@@ -94,7 +94,7 @@ def test_several_draws_are_the_mean_of_lerobots_losses(backbone, kind, in_float6
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_of_rows_are_lerobots(backbone, kind):
+def test_row_losses_equal_lerobot(backbone, kind):
     policy = make_policy(kind, backbone)
     batch, noise, time = make_batch(policy)
     expected, _ = lerobots(policy, batch, noise, time, "none")
@@ -110,7 +110,7 @@ def test_losses_of_rows_are_lerobots(backbone, kind):
         ("smolvla", Shape("suffix", 5, 4, 12, 6, True, causal=True)),
     ],
 )
-def test_a_kernel_that_shows_a_query_too_much_is_wrong(backbone, kind, shape, monkeypatch):
+def test_kernel_that_ignores_causal_mask_is_detected(backbone, kind, shape, monkeypatch):
     loss = make_loss(make_policy(kind, backbone))
     layer = next(layer for layer, computed in loss.attentions(2, [12]) if computed.name == "suffix")
     device = torch.device("cpu")
@@ -127,7 +127,7 @@ def test_a_kernel_that_shows_a_query_too_much_is_wrong(backbone, kind, shape, mo
 
 
 @pytest.mark.parametrize(("kind", "options"), [*((kind, {}) for kind in KINDS), ("smolvla", MARKS)])
-def test_a_row_without_a_camera_is_as_in_a_batch_without_it(backbone, kind, options):
+def test_masked_camera_equals_absent_camera(backbone, kind, options):
     policy = make_policy(kind, backbone, **options)
     batch, noise, time = make_batch(policy)
     loss, camera = make_loss(policy), "observation.images.1"
@@ -147,7 +147,7 @@ def test_a_row_without_a_camera_is_as_in_a_batch_without_it(backbone, kind, opti
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rows_loss_is_over_its_own_dimensions(backbone, kind):
+def test_row_loss_covers_only_action_dimensions_of_its_robot(backbone, kind):
     policy = make_policy(kind, backbone)
     batch, noise, time = make_batch(policy)
     loss, outputs = make_loss(policy), policy.config.output_features

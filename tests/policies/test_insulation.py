@@ -162,9 +162,7 @@ def check_gradients(policy, plain, flow, within):
         ("sdpa", True, ("observation.images.1",), NO_TEXT),
     ],
 )
-def test_loss_and_gradients_are_those_of_a_forward_for_each_part(
-    policy, attention, checkpointing, missing, text, in_float64
-):
+def test_insulated_loss_equals_separate_forwards(policy, attention, checkpointing, missing, text, in_float64):
     batch, noise, time = make_inputs(policy, text, missing=missing)
     plain, flow = copy.deepcopy(policy), reference(policy, noise, time)
     expected_tokens = plain_cross_entropy(plain, batch)
@@ -179,7 +177,7 @@ def test_loss_and_gradients_are_those_of_a_forward_for_each_part(
     check_gradients(policy, plain, flow, 1e-9)
 
 
-def test_adapters_learn_from_the_same_parts(policy, in_float64):
+def test_insulated_adapter_gradients_equal_separate_forwards(policy, in_float64):
     policy.config.pretrained_path = "somewhere"
     add_adapters(policy, PeftOptions(method_type="lora", r=4, target_modules=ADAPTED))
     policy.double()
@@ -196,7 +194,7 @@ def test_adapters_learn_from_the_same_parts(policy, in_float64):
 
 
 @torch.no_grad()
-def test_a_text_is_written_as_without_cached_keys_and_values(policy, in_float64):
+def test_generated_text_equals_generation_without_kv_cache(policy, in_float64):
     batch, _, _ = make_inputs(policy)
     begin, most = 3, 6
     embedding = policy.model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight
@@ -214,7 +212,7 @@ def test_a_text_is_written_as_without_cached_keys_and_values(policy, in_float64)
     assert loss.write({key: value[1:2] for key, value in batch.items()}, begin, end, most).shape[1] <= 3
 
 
-def test_a_rows_loss_is_over_its_own_tokens_and_its_weight_multiplies_them_and_its_flow(policy, in_float64):
+def test_row_loss_and_row_weight_cover_tokens_and_flow(policy, in_float64):
     batch, noise, time = make_inputs(policy, SOME_TEXT)
     loss = make_loss(policy, text="subtask")
     found = loss(batch, noise, time, per_row=True)
@@ -228,7 +226,7 @@ def test_a_rows_loss_is_over_its_own_tokens_and_its_weight_multiplies_them_and_i
     assert loss({**batch, "row_weight": weight}, noise, time).item() == pytest.approx(expected.item(), rel=1e-9)
 
 
-def test_rows_that_could_not_be_read_have_no_tokens(policy, in_float64):
+def test_unread_rows_contribute_no_tokens(policy, in_float64):
     batch, noise, time = make_inputs(policy, SOME_TEXT)
     loss = make_loss(policy)
     batch["is_read"] = torch.tensor([True, False, True, False])
@@ -241,7 +239,7 @@ def test_rows_that_could_not_be_read_have_no_tokens(policy, in_float64):
     assert torch.equal(text[::2], loss.text_losses(loss.prefix(read), read)) and not text[1::2].any()
 
 
-def test_logits_are_computed_for_tokens_with_a_loss_alone(policy, in_float64, monkeypatch):
+def test_logits_are_computed_only_for_tokens_with_loss(policy, in_float64, monkeypatch):
     batch, noise, time = make_inputs(policy, SOME_TEXT)
     batch = with_indices({**batch, "is_read": torch.tensor([True, True, False, True])})
     shapes, cross_entropy = [], F.cross_entropy
@@ -267,7 +265,7 @@ def rows_of(inputs, rows):
     return with_indices({k: v[rows] for k, v in batch.items() if INDICES not in k}), noise[rows], time[rows]
 
 
-def test_rows_without_an_action_train_their_text_alone(policy, in_float64):
+def test_rows_without_action_train_only_text(policy, in_float64):
     inputs = make_mixed(policy, [0, -1, 1, -1])
     acts = inputs[0][ROBOT] >= 0
     acting, noise, time = rows_of(inputs, acts)
@@ -284,7 +282,7 @@ def test_rows_without_an_action_train_their_text_alone(policy, in_float64):
     check_gradients(policy, plain, flow, 1e-7)
 
 
-def test_means_of_a_step_are_over_all_its_tokens_and_all_its_rows_with_an_action(policy, in_float64):
+def test_step_means_cover_all_tokens_and_acting_rows(policy, in_float64):
     inputs = make_mixed(policy, [-1, -1, 0, -1])
     loss = make_loss(policy, text="subtask")
     whole = loss(*inputs)
@@ -303,7 +301,7 @@ def test_means_of_a_step_are_over_all_its_tokens_and_all_its_rows_with_an_action
     assert torch.allclose(by_row[[0, 1, 3]], expected[[0, 1, 3]], rtol=1e-9)
 
 
-def test_a_robots_mean_is_over_its_own_rows(policy):
+def test_loss_per_robot_is_mean_over_its_rows(policy):
     inputs = make_mixed(policy, [0, -1, 1, -1])
     inputs = (
         {k: v.float() if v.is_floating_point() else v for k, v in inputs[0].items()},
@@ -317,7 +315,7 @@ def test_a_robots_mean_is_over_its_own_rows(policy):
     torch.testing.assert_close(sums, torch.stack([flow[[0, 2]], torch.ones(2)]).to(sums.dtype))
 
 
-def test_everything_that_trains_gets_a_gradient_and_nothing_else_does(policy):
+def test_exactly_trainable_parameters_get_gradients(policy):
     choose_trainable(policy, "full")
     plain = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     loss = make_loss(policy.float())
@@ -331,7 +329,7 @@ def test_everything_that_trains_gets_a_gradient_and_nothing_else_does(policy):
 
 
 @pytest.mark.gate
-def test_compiled_layers_give_the_same_losses_and_gradients(policy, in_float64):
+def test_compiled_insulated_loss_equals_eager(policy, in_float64):
     plain, options = copy.deepcopy(policy), {"attention": "sdpa", "checkpointing": True}
     compiler = Compiler("aot_eager")
     module, reference = make_loss(policy, compile=compiler, **options), make_loss(plain, **options)
@@ -348,7 +346,7 @@ def test_compiled_layers_give_the_same_losses_and_gradients(policy, in_float64):
         assert (gradient - expected[name]).norm() <= 1e-9 * scale, name
 
 
-def test_too_few_words_for_the_tokens_are_refused(policy, chunks, tmp_path):
+def test_too_small_vocabulary_for_action_tokens_is_refused(policy, chunks, tmp_path):
     ActionTokenizer.fit(chunks, VOCABULARY + 1).save(tmp_path)
     with pytest.raises(ValueError, match="271 action tokens and two marks need .* has 272"):
         insulated(family_of(policy.config), policy.config, TrainOptions(action_tokenizer=str(tmp_path)), None)
@@ -368,7 +366,7 @@ def tokenizer(chunks):
     return ActionTokenizer.fit(chunks, 400)
 
 
-def test_a_chunk_comes_back_within_half_a_step_of_each_coefficient(chunks, tokenizer):
+def test_decoded_chunk_is_within_half_quantisation_step(chunks, tokenizer):
     tokens = tokenizer.encode(chunks)
     back = tokenizer.decode(tokens, chunks.shape[1:])
     apart = dct(back - chunks, axis=1, norm="ortho") * tokenizer.scale
@@ -377,13 +375,13 @@ def test_a_chunk_comes_back_within_half_a_step_of_each_coefficient(chunks, token
     assert all(0 <= token < tokenizer.vocabulary for ids in tokens for token in ids)
 
 
-def test_values_beyond_those_of_the_fit_are_tokens_too(tokenizer):
+def test_values_outside_fitted_range_are_encoded(tokenizer):
     far = np.full((2, 20, ACTION_DIM), [[[1e7]], [[-1e7]]])
     assert [len(ids) > 0 for ids in tokenizer.encode(far)] == [True, True]
     assert np.isfinite(tokenizer.decode(tokenizer.encode(far), far.shape[1:])).all()
 
 
-def test_a_tokenizer_that_lacks_bytes_is_refused_and_a_robot_without_rows_is_left_out(chunks, tokenizer):
+def test_action_tokenizer_without_all_bytes_is_refused(chunks, tokenizer):
     units = np.zeros(ACTION_DIM), np.ones(ACTION_DIM), ("x",) * ACTION_DIM
     sample = [Chunks(values, *units) for values in (chunks, chunks[:0])]
     assert describe_tokens(tokenizer, sample) == describe_tokens(tokenizer, sample[:1])
@@ -393,13 +391,13 @@ def test_a_tokenizer_that_lacks_bytes_is_refused_and_a_robot_without_rows_is_lef
         describe_tokens(replace(tokenizer, model=json.dumps(model)), sample)
 
 
-def test_the_same_chunks_give_the_same_tokenizer_and_its_files_bring_it_back(chunks, tokenizer, tmp_path):
+def test_action_tokenizer_is_deterministic_and_reloads(chunks, tokenizer, tmp_path):
     assert ActionTokenizer.fit(chunks, 400) == tokenizer
     tokenizer.save(tmp_path / "tokenizer")
     assert ActionTokenizer.load(tmp_path / "tokenizer") == tokenizer
 
 
-def test_encoding_is_fasts_own_definition(chunks, tokenizer):
+def test_encoding_equals_definition_of_fast(chunks, tokenizer):
     """Section III of the paper, a chunk at a time: transform, scale, round, lowest frequencies of all entries first."""
     for chunk, ids in zip(chunks[:20], tokenizer.encode(chunks[:20]), strict=True):
         entries = [dct(chunk[:, entry], norm="ortho") for entry in range(ACTION_DIM)]
@@ -416,14 +414,14 @@ def test_encoding_is_fasts_own_definition(chunks, tokenizer):
         {"processor_config.json": '{"scale": 10, "min_token": 0}', "tokenizer.json": "[]"},
     ],
 )
-def test_what_is_no_tokenizer_is_refused(tmp_path, files):
+def test_invalid_action_tokenizer_files_are_refused(tmp_path, files):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match="is no action tokenizer"):
         ActionTokenizer.load(tmp_path)
 
 
-def test_rows_carry_their_tokens_and_the_first_ones_of_long_chunks(chunks, tokenizer):
+def test_rows_carry_action_tokens_cut_to_limit(chunks, tokenizer):
     prepare = WithActionTokens(lambda batch: {"action": batch["action"]}, tokenizer, 32)
     loud = np.random.default_rng(1).uniform(-1, 1, (1, 20, ACTION_DIM))
     columns = prepare({"action": np.concatenate([chunks[:3], loud])})

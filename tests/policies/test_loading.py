@@ -88,7 +88,7 @@ def assert_same_weights(found, expected):
 # --- fetch ------------------------------------------------------------------------------------------------
 
 
-def test_a_local_folder_stays(saved):
+def test_local_policy_folder_is_used_in_place(saved):
     assert fetch_pretrained(str(saved)) == (saved, None)
     with pytest.raises(ValueError, match="local folder, which has no revision 'main'"):
         fetch_pretrained(str(saved), "main")
@@ -106,12 +106,12 @@ def test_a_local_folder_stays(saved):
         (str(Path(__file__).parent), FileNotFoundError, "no config.json among"),
     ],
 )
-def test_what_is_no_policy_is_named(path, kind, message):
+def test_invalid_policy_path_is_refused(path, kind, message):
     with pytest.raises(kind, match=message):
         fetch_pretrained(path)
 
 
-def test_a_hub_policy_is_pinned_to_a_commit(saved, monkeypatch):
+def test_hub_policy_is_pinned_to_commit(saved, monkeypatch):
     commit, info, download = "ab" * 20, Mock(), Mock(return_value=str(saved))
     info.return_value.resolved = commit
     monkeypatch.setattr(huggingface_hub.HfApi, "resolve_revision", info)
@@ -131,7 +131,7 @@ def test_a_hub_policy_is_pinned_to_a_commit(saved, monkeypatch):
 # --- load -------------------------------------------------------------------------------------------------
 
 
-def test_loads_what_was_saved(saved, original):
+def test_policy_saved_by_lerobot_loads(saved, original):
     policy = load(saved)
     assert type(policy) is TinyPI05Policy and not policy.training
     assert_same_weights(policy, original)
@@ -141,7 +141,7 @@ def test_loads_what_was_saved(saved, original):
         assert torch.equal(found, expected), name
 
 
-def test_published_key_names(folder, original):
+def test_weights_with_published_key_names_load(folder, original):
     """As in lerobot/pi05_base: no `model.` prefix, and the word embedding only as the language head."""
     weights = load_file(folder / "model.safetensors")
     weights[LANGUAGE_HEAD] = weights.pop(EMBEDDING).clone()
@@ -153,7 +153,7 @@ def test_published_key_names(folder, original):
     assert_same_weights(policy, TinyPI05Policy.from_pretrained(folder))
 
 
-def test_the_embeddings_own_weights_win_in_any_order(folder, original):
+def test_embedding_weights_take_precedence_over_language_head(folder, original):
     """Where a file has both, LeRobot takes what comes last; safetensors puts wider numbers first."""
     weights = load_file(folder / "model.safetensors")
     weights[LANGUAGE_HEAD] = weights[LANGUAGE_HEAD].to(torch.bfloat16)
@@ -172,7 +172,7 @@ def test_the_embeddings_own_weights_win_in_any_order(folder, original):
     assert torch.equal(load(folder).state_dict()[EMBEDDING], original.state_dict()[EMBEDDING])
 
 
-def test_bfloat16_files_load_into_the_policys_precision(folder, original):
+def test_bfloat16_weights_load_into_policy_precision(folder, original):
     weights = load_file(folder / "model.safetensors")
     save_file({key: tensor.to(torch.bfloat16) for key, tensor in weights.items()}, folder / "model.safetensors")
     policy = load(folder)
@@ -181,7 +181,7 @@ def test_bfloat16_files_load_into_the_policys_precision(folder, original):
     assert torch.equal(policy.state_dict()[ONE_KEY], expected)
 
 
-def test_shards(folder, original):
+def test_sharded_weights_load_and_damaged_index_is_refused(folder, original):
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     huggingface_hub.save_torch_state_dict(weights, folder, max_shard_size=2**18)
@@ -221,7 +221,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", [*WEIGHTS, *FILES])
-def test_weights_that_do_not_load(name, folder):
+def test_invalid_weights_are_refused(name, folder):
     file = folder / "model.safetensors"
     damage, message = {**WEIGHTS, **FILES}[name]
     if name in WEIGHTS:
@@ -235,7 +235,7 @@ def test_weights_that_do_not_load(name, folder):
         assert isinstance(TinyPI05Policy.from_pretrained(folder), TinyPI05Policy)
 
 
-def test_random_weights_are_not_drawn_before_loading(saved, monkeypatch):
+def test_loading_skips_random_initialisation(saved, monkeypatch):
     drawn = []
     monkeypatch.setattr(torch.nn.init, "normal_", lambda tensor, *a, **k: drawn.append(tensor) or tensor)
     monkeypatch.setattr(torch.nn.init, "kaiming_uniform_", lambda tensor, *a, **k: drawn.append(tensor) or tensor)
@@ -254,7 +254,7 @@ def export(policy, saved, target):
 
 
 @pytest.mark.gate
-def test_lerobot_reads_it_in_a_fresh_process(original, saved, folder, tmp_path):
+def test_lerobot_loads_export_in_fresh_process(original, saved, folder, tmp_path):
     """In another place, without the base. Only `tiny_pi05` is imported, which registers the type: PI0.5 needs none."""
     target = Path(shutil.move(export(original, folder, tmp_path / "pretrained_model"), tmp_path / "moved"))
     shutil.rmtree(folder)
@@ -294,7 +294,7 @@ def stored(folder):
 
 
 @pytest.mark.parametrize("dtype, stored_as", [("float32", {"F32"}), ("bfloat16", {"F32", "BF16"})])
-def test_keys_shapes_and_dtypes_are_those_lerobot_writes(dtype, stored_as, saved, tmp_path):
+def test_exported_keys_shapes_and_dtypes_equal_lerobot(dtype, stored_as, saved, tmp_path):
     policy = make_policy(2, dtype=dtype)
     policy.save_pretrained(tmp_path / "theirs")
     found = stored(export(policy, saved, tmp_path / "ours"))
@@ -302,14 +302,14 @@ def test_keys_shapes_and_dtypes_are_those_lerobot_writes(dtype, stored_as, saved
     assert {kind for _, kind in found.values()} == stored_as
 
 
-def test_the_robots_user_may_read_it(original, saved, tmp_path, assert_usual_permissions):
+def test_export_has_usual_file_permissions(original, saved, tmp_path, assert_usual_permissions):
     """Weights, and what the processors keep beside them, as every other file."""
     folder = export(original, saved, tmp_path / "run" / "pretrained_model")
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert_usual_permissions(folder.parent)
 
 
-def test_a_trained_embedding_survives_lerobots_loading(original, saved, tmp_path):
+def test_trained_embedding_survives_loading_by_lerobot(original, saved, tmp_path):
     """LeRobot copies the language head over the embedding unless the embedding comes later in the file."""
     target = export(original, saved, tmp_path / "policy")
     found = TinyPI05Policy.from_pretrained(target).state_dict()
@@ -317,7 +317,7 @@ def test_a_trained_embedding_survives_lerobots_loading(original, saved, tmp_path
     assert_same_weights(load(target), TinyPI05Policy.from_pretrained(target))
 
 
-def test_nothing_of_this_machine_is_in_it(original, saved, tmp_path):
+def test_export_contains_no_local_paths(original, saved, tmp_path):
     policy = copy.deepcopy(original)
     policy.config.pretrained_path = saved
     target = export(policy, saved, tmp_path / "policy")
@@ -336,7 +336,7 @@ def test_nothing_of_this_machine_is_in_it(original, saved, tmp_path):
     assert policy.config.pretrained_path == saved  # the policy in memory is left alone
 
 
-def test_an_export_replaces_the_last_one_or_nothing(original, saved, tmp_path, monkeypatch):
+def test_export_replaces_previous_one_only_on_success(original, saved, tmp_path, monkeypatch):
     target = export(original, saved, tmp_path / "policy")
     (target / "old").touch()
     monkeypatch.setattr(saving, "save_model", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
@@ -349,7 +349,7 @@ def test_an_export_replaces_the_last_one_or_nothing(original, saved, tmp_path, m
     assert [entry.name for entry in tmp_path.iterdir()] == ["policy"]
 
 
-def test_a_configuration_is_read_as_lerobot_reads_it_and_leaves_no_file(tmp_path, monkeypatch):
+def test_config_equals_lerobot_and_leaves_no_temporary_file(tmp_path, monkeypatch):
     saved = PI05Config(device="cpu", chunk_size=20, n_action_steps=10)
     saved._save_pretrained(tmp_path)
     theirs = PreTrainedConfig.from_pretrained(tmp_path, cli_overrides=["--chunk_size=30", "--device=cpu"])
@@ -374,7 +374,7 @@ def test_a_configuration_is_read_as_lerobot_reads_it_and_leaves_no_file(tmp_path
         ("--chunk_size=60", lambda config: config.rtc_training_max_delay == 0),
     ],
 )
-def test_options_of_a_policy_are_values(option, of):
+def test_policy_options_are_parsed_as_values(option, of):
     assert of(make_policy_config("pi05", [option]))
 
 
@@ -387,7 +387,7 @@ def test_options_of_a_policy_are_values(option, of):
         ("pi0", "3", ": no option of PI0Config"),
     ],
 )
-def test_how_many_actions_are_given_is_fewer_than_a_chunk_has(policy_type, value, error):
+def test_rtc_training_max_delay_outside_chunk_is_refused(policy_type, value, error):
     with pytest.raises(ValueError, match=f"--policy.rtc_training_max_delay{error}"):
         make_policy_config(policy_type, [f"--rtc_training_max_delay={value}"])
 
@@ -395,7 +395,7 @@ def test_how_many_actions_are_given_is_fewer_than_a_chunk_has(policy_type, value
 @pytest.mark.parametrize(
     ("field", "value"), [("chunk_size", 50_000_000), ("empty_cameras", 10_000_000), ("depth", 100_000)]
 )
-def test_sizes_that_no_policy_has_are_refused_before_anything_is_made_of_them(folder, field, value):
+def test_excessive_config_sizes_are_refused_before_allocation(folder, field, value):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, field: value}))
     with pytest.raises(ValueError, match=f"config.json: {field} is {value:,}, more than the"):
@@ -405,7 +405,7 @@ def test_sizes_that_no_policy_has_are_refused_before_anything_is_made_of_them(fo
         load_policy_config(folder, [f"--{field}={value}"])
 
 
-def test_a_header_of_many_tensors_is_not_parsed(folder):
+def test_oversized_safetensors_header_is_not_parsed(folder):
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     header = json.dumps({f"t{i}": entry for i in range(200_000)}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
@@ -420,7 +420,7 @@ def test_a_header_of_many_tensors_is_not_parsed(folder):
         *itertools.product(["config.json", "model.safetensors.index.json"], ["pipe"]),
     ],
 )
-def test_json_that_is_nested_deep_and_pipes_are_refused(folder, name, kind):
+def test_deeply_nested_json_and_pipes_are_refused(folder, name, kind):
     (folder / name).unlink(missing_ok=True)
     if name.endswith("index.json"):
         (folder / "model.safetensors").unlink()

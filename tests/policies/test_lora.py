@@ -56,7 +56,7 @@ def adapted_policy(**options):
     ],
     ids=["in the expert", "everywhere"],
 )
-def test_loss_and_gradients_are_plain_pefts(options, prefix_trains, monkeypatch):
+def test_adapter_loss_and_gradients_equal_peft(options, prefix_trains, monkeypatch):
     policy, wrapped, plain, report = adapted_policy(**options)
     batch, noise, time = make_batch(policy)
     with_draws = reference(plain, noise, time)
@@ -98,7 +98,7 @@ def resolved(setting, **changes):
     return in_process.resolved(setting, **options)
 
 
-def test_a_run_trains_checkpoints_and_exports_adapters(setting):
+def test_run_trains_checkpoints_and_exports_adapters(setting):
     run = resolved(setting, output_dir=setting[0] / "adapters")
     assert "LoRA of rank 4, alpha 8, in the policy type's own choice of layers" in describe(run)
     first, second = (build_model(run.policy, CPU)[0].state_dict() for _ in range(2))
@@ -151,7 +151,7 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
     assert changed == {name.split(".lora_")[0] + ".weight" for name in trained.named()}
 
 
-def test_adapters_of_other_layers_are_not_merged_into_nothing(setting, tmp_path, capsys):
+def test_merge_refuses_adapters_of_other_layers(setting, tmp_path, capsys):
     run = resolved(setting, output_dir=tmp_path / "run")
     policy = run.policy.start()
     adapted = add_adapters(policy, run.policy.adapters)
@@ -166,7 +166,7 @@ def test_adapters_of_other_layers_are_not_merged_into_nothing(setting, tmp_path,
     assert not (tmp_path / "merged").exists()
 
 
-def test_the_plan_counts_adapters(setting):
+def test_planned_memory_and_flops_count_adapters(setting):
     """A weight, a gradient and Adam's two moments of each of their numbers; a step of each parameter."""
     run = resolved(setting)
     whole_run = in_process.resolved(setting)
@@ -188,12 +188,12 @@ def test_the_plan_counts_adapters(setting):
         ({"peft.r": 0}, "--peft.r=0: expected a whole number, at least 1"),
     ],
 )
-def test_what_cannot_be_adapted_is_said(setting, flags, message):
+def test_invalid_peft_options_are_refused(setting, flags, message):
     with pytest.raises(ValueError, match=message):
         resolved(setting, **flags)
 
 
-def test_any_option_of_adapters_asks_for_them():
+def test_any_peft_option_enables_lora():
     given = ["--dataset.root=/d", "--output_dir=/o", "--policy.path=/p"]
     adapters = parse_args([*given, '--peft.target_modules=["q_proj", "v_proj"]']).peft
     assert adapters.method_type == "lora" and adapters.target_modules == ["q_proj", "v_proj"]

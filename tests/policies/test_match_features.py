@@ -59,7 +59,7 @@ def as_metadata(features, fps=10):
 
 
 @pytest.mark.parametrize("state", [STATE_DIM, STATE_DIM + 1])
-def test_a_policy_that_asks_for_the_datasets_features_gets_them(state):
+def test_policy_with_dataset_hook_gets_dataset_features(state):
     """FastWAM's cameras are the dataset's, at its own size; VLA-JEPA's pretrained ones may lack the state."""
     features = dataset_features("top", "wrist", state=state)
     own = PolicyFeature(FeatureType.VISUAL, (3, 48, 64))
@@ -79,7 +79,7 @@ def test_a_policy_that_asks_for_the_datasets_features_gets_them(state):
         assert config.input_features == theirs.input_features and OBS_STATE in theirs.input_features
 
 
-def test_a_fresh_policy_takes_the_datasets_features():
+def test_fresh_policy_takes_dataset_features():
     """As LeRobot's `make_policy`."""
     features = dataset_features("top", "wrist")
     ours, theirs = make_config(1), make_config(1)
@@ -93,7 +93,7 @@ def test_a_fresh_policy_takes_the_datasets_features():
     assert match.keys == (*match.camera_keys, OBS_STATE, ACTION)
 
 
-def test_a_pretrained_policy_keeps_its_inputs_names_and_takes_the_datasets_shapes():
+def test_pretrained_policy_takes_dataset_shapes_under_its_input_names():
     config = pretrained_config("base", "wrist")
     own_names = {"observation.images.base": "observation.images.top"}
     match = match_features(config, dataset_features("base", "wrist"), own_names, fps=30)
@@ -112,7 +112,7 @@ def test_a_pretrained_policy_keeps_its_inputs_names_and_takes_the_datasets_shape
     ]
 
 
-def test_windows_are_of_what_the_policy_sees_alone():
+def test_delta_timestamps_cover_only_policy_features():
     """Of a dataset with more, no more is read."""
     features = dataset_features("top", **{"next.reward": Feature("float32", (1,))})
     config = DiffusionConfig(device="cpu", input_features={})
@@ -122,7 +122,7 @@ def test_windows_are_of_what_the_policy_sees_alone():
     assert match_features(config, more, {}, fps=29.97).delta_timestamps == expected
 
 
-def test_cameras_that_do_not_match_print_the_flag_to_write():
+def test_unmatched_cameras_error_suggests_rename_map():
     config = pretrained_config("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
     features = dataset_features("right_wrist", "base", "left_wrist")
     with pytest.raises(ValueError) as caught:
@@ -142,7 +142,7 @@ def test_cameras_that_do_not_match_print_the_flag_to_write():
     assert suggested == {"observation.images.x": "observation.images.a", "observation.images.y": "observation.images.b"}
 
 
-def test_cameras_that_were_left_out_are_not_called_lacking():
+def test_excluded_cameras_are_reported_as_excluded():
     message = r"not among those chosen \(\['observation.images.b'\] are left out\).*Either choose more cameras"
     with pytest.raises(ValueError, match=message):
         match_features(pretrained_config("a", "b"), dataset_features("a"), fps=10, excluded=["observation.images.b"])
@@ -174,7 +174,7 @@ def test_empty_cameras_need_no_dataset_camera():
     assert [row.policy_key for row in match.rows if row.dataset_key is None] == ["observation.images.empty_camera_0"]
 
 
-def test_a_state_that_the_configuration_leaves_out_is_an_input_all_the_same():
+def test_pi05_state_absent_from_config_becomes_input():
     """PI0.5's constructor would add it, after the processors were made: it would stay un-normalised."""
     config = pretrained_config("top")
     del config.input_features[OBS_STATE]
@@ -204,7 +204,7 @@ def test_a_state_that_the_configuration_leaves_out_is_an_input_all_the_same():
         ),
     ],
 )
-def test_features_that_do_not_match(changes, own_names, message):
+def test_unmatched_features_are_refused(changes, own_names, message):
     features = {**dataset_features("top"), **changes}
     config = pretrained_config("top")
     before = copy.deepcopy(config)
@@ -213,7 +213,7 @@ def test_features_that_do_not_match(changes, own_names, message):
     assert config == before
 
 
-def test_channel_first_cameras_and_texts():
+def test_channel_first_cameras_match_and_texts_are_ignored():
     features = {
         **dataset_features(),
         "observation.images.top": Feature("image", (3, 48, 64), ("channels", "height", "width")),
@@ -226,7 +226,7 @@ def test_channel_first_cameras_and_texts():
     assert "observation.note" not in config.input_features
 
 
-def test_a_policy_that_sorts_its_cameras_keeps_its_names_unless_the_order_is_the_same():
+def test_fastwam_camera_names_change_only_if_order_is_preserved():
     """FastWAM puts `sorted` cameras side by side, whatever its configuration says."""
     first, second, left, right = (f"observation.images.{name}" for name in ("a", "b", "left", "right"))
     inputs = {key: PolicyFeature(FeatureType.VISUAL, (3, 224, 224)) for key in (first, second)}
@@ -239,7 +239,7 @@ def test_a_policy_that_sorts_its_cameras_keeps_its_names_unless_the_order_is_the
     assert own_camera_names(act, {right: first, left: second}) == ({first: right, second: left}, "")
 
 
-def test_match_features_refuses_images_that_the_policy_would_crop_without_resizing():
+def test_second_dataset_with_other_crop_input_size_is_refused():
     config = DiffusionConfig(device="cpu", input_features={}, crop_shape=(40, 40))
     match_features(config, dataset_features("top"), fps=10)
     match_features(config, dataset_features("top"), fps=10)

@@ -26,7 +26,7 @@ def config(tmp_path_factory):
     return MolmoAct2Config(**molmo(tmp_path_factory.mktemp("molmo")), **chunk, model_dtype="float32", device="cpu")
 
 
-def test_a_gripper_stays_as_it_is_from_a_folder_too(config, tmp_path):
+def test_saved_processors_leave_gripper_unnormalised(config, tmp_path):
     features = {TOP: camera(), **{key: Feature("float32", (3,), NAMES) for key in (OBS_STATE, ACTION)}}
     assert MOLMOACT2.options["chunk_size"] == config.chunk_size
     ours, theirs = copy.deepcopy(config), copy.deepcopy(config)

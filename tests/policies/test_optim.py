@@ -23,7 +23,7 @@ def recipe(policy_config, *flags):
     return make_recipe(parse_args([*RUN, *flags]), policy_config)
 
 
-def test_options_replace_what_they_name():
+def test_optimizer_options_replace_policy_preset():
     diffusion = DiffusionConfig(device="cpu")
     own = recipe(diffusion)
     assert (own.optimizer.type, own.peak, own.scheduler.name, own.own_groups) == ("adam", 1e-4, "cosine", True)
@@ -39,7 +39,7 @@ def test_options_replace_what_they_name():
     assert recipe(diffusion, "--optimizer.grad_clip_norm=0").clip_norm == float("inf")
 
 
-def test_schedule_that_is_no_lambda_lr_is_refused():
+def test_scheduler_other_than_lambda_lr_is_refused():
     class Steps(type(recipe(DiffusionConfig(device="cpu")).scheduler)):
         def build(self, optimizer, steps):
             return torch.optim.lr_scheduler.StepLR(optimizer, 10)
@@ -55,7 +55,7 @@ def make_act():
     return config, ACTPolicy(config)
 
 
-def test_a_rate_in_proportion():
+def test_lr_flag_scales_all_parameter_groups():
     """--lr moves all groups; LeRobot's own option only those without a rate of their own."""
     config, policy = make_act()
 
@@ -78,7 +78,7 @@ def test_a_rate_in_proportion():
 
 
 @pytest.mark.parametrize("own_groups", ["true", "false"])
-def test_every_optimizer_takes_every_policys_parameters(own_groups):
+def test_every_optimizer_accepts_every_policy_parameter_form(own_groups):
     """Those of X-VLA come by their names, and its own optimizer takes them so alone."""
     config, policy = make_act()
     own, by_name = policy.get_optim_params, lambda: dict(policy.named_parameters())
@@ -108,7 +108,7 @@ def test_every_optimizer_takes_every_policys_parameters(own_groups):
         ("scheduler.type=cosine_decay_with_warmup", "needs more of its options num_warmup_steps, num_decay_steps"),
     ],
 )
-def test_what_there_is_not_is_said(flag, message):
+def test_invalid_optimizer_options_are_refused(flag, message):
     with pytest.raises(ValueError, match=message):
         recipe(ACTConfig(device="cpu"), *(f"--{part.removeprefix('--')}" for part in flag.split()))
 
@@ -133,7 +133,7 @@ KINDS = {"sgd": ("momentum=0.9", "nesterov=true", "weight_decay=0.1"), "muon": (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sgd_and_muon_are_torchs_leave_out_bad_steps_and_resume(kind):
+def test_sgd_and_muon_equal_torch_skip_bad_steps_and_resume(kind):
     policy = make_policy(1)
     flags = ["--use_policy_training_preset=false", f"--optimizer.type={kind}", "--scheduler.type=constant_with_warmup"]
     flags += ["--scheduler.num_warmup_steps=0", "--optimizer.lr=1e-2", "--optimizer.grad_clip_norm=0"]
@@ -174,7 +174,7 @@ def test_sgd_and_muon_are_torchs_leave_out_bad_steps_and_resume(kind):
     assert any(name.startswith("momentum_buffer.") for name in saved)
 
 
-def test_the_state_of_muon_without_momentum_is_complete_before_the_first_step():
+def test_muon_state_without_momentum_exists_before_first_step():
     policy = make_policy(1)
     flags = ["--use_policy_training_preset=false", "--optimizer.type=muon", "--optimizer.momentum=0", "--warmup_frac=0"]
     made = recipe(policy.config, *flags)
@@ -189,7 +189,7 @@ def test_the_state_of_muon_without_momentum_is_complete_before_the_first_step():
 
 
 @pytest.mark.parametrize("trained", ["layers.0", "head", ""])
-def test_a_checkpoint_of_muon_holds_the_state_of_either_optimizer_or_of_both(trained):
+def test_muon_checkpoint_state_kinds_are_known(trained):
     config, policy = make_act()
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(trained in name and (trained != "layers.0" or parameter.ndim == 2))

@@ -37,7 +37,7 @@ def _one_thread():
 
 
 @pytest.mark.parametrize("rows, draws", [(1, 2), (4, 1)])
-def test_fused_attention_gets_keys_and_values_in_memory_of_their_own(monkeypatch, rows, draws):
+def test_fused_attention_gets_keys_and_values_without_zero_strides(monkeypatch, rows, draws):
     """A dimension without a stride is the same memory over and over, which a kernel may get wrong."""
     fused, strides = torch.nn.functional.scaled_dot_product_attention, []
 
@@ -96,7 +96,7 @@ def with_given_actions(policy, number, monkeypatch):
 
 
 @pytest.mark.parametrize("mode, attention", [("expert", "eager"), ("full", "sdpa")])
-def test_loss_and_gradients_of_chunks_with_given_actions_are_of_a_plain_loop(mode, attention, in_float64, monkeypatch):
+def test_loss_of_chunks_with_action_prefix_equals_plain_loop(mode, attention, in_float64, monkeypatch):
     draws, rows = 2, 4
     policy = make_policy(2).double()
     policy.config.rtc_training_max_delay = 4
@@ -130,7 +130,7 @@ def test_loss_and_gradients_of_chunks_with_given_actions_are_of_a_plain_loop(mod
     assert_equal_gradients(gradients(policy), {name: gradient / count for name, gradient in wanted.items()}, 1e-9)
 
 
-def test_how_many_actions_are_given_is_drawn_after_noise_and_time():
+def test_action_prefix_length_is_drawn_after_noise_and_time():
     config, rows = make_config(1), 4000
     noise, time = sample_noise_and_time(config, rows, 7, 3, "cpu")
     config.rtc_training_max_delay = 3
@@ -145,7 +145,7 @@ def test_how_many_actions_are_given_is_drawn_after_noise_and_time():
 
 
 @pytest.mark.parametrize("delay", [0, 4])
-def test_a_chunk_goes_on_from_given_actions_as_by_lerobots_sampler(delay, monkeypatch):
+def test_chunk_continuation_equals_lerobot_sampler(delay, monkeypatch):
     policy = make_policy(2).eval()
     batch, noise, _ = make_batch(policy)
     prefix = torch.randn(4, delay, ACTION_DIM, generator=torch.Generator().manual_seed(1))
@@ -162,7 +162,7 @@ def test_a_chunk_goes_on_from_given_actions_as_by_lerobots_sampler(delay, monkey
         assert (found - plain)[:, delay:].abs().max() > 1e-3
 
 
-def test_bfloat16_policy_is_lerobots_to_its_precision():
+def test_bfloat16_loss_equals_lerobot_to_its_precision():
     policy = make_policy(2, dtype="bfloat16")
     batch, noise, time = make_batch(policy)
     expected, _ = reference(policy, noise, time).forward(batch)
@@ -172,7 +172,7 @@ def test_bfloat16_policy_is_lerobots_to_its_precision():
 
 
 @pytest.mark.parametrize(("mode", "asked_by"), [("expert", "us"), ("full", "the policy")])
-def test_checkpointing_changes_nothing_but_memory(mode, asked_by):
+def test_activation_checkpointing_changes_only_memory(mode, asked_by):
     policy = make_policy(2, gradient_checkpointing=asked_by == "the policy")
     choose_trainable(policy, mode)
     arguments, vlm = make_batch(policy), policy.model.paligemma_with_expert
@@ -206,7 +206,7 @@ def test_checkpointing_changes_nothing_but_memory(mode, asked_by):
     assert checkpointed[3] == plain[3] | dict.fromkeys(trains, 2)
 
 
-def test_masked_padding_leaves_padded_steps_out():
+def test_mask_padding_excludes_padded_steps():
     """With several draws too; rows differ in padding, and still the whole is the mean of its halves."""
     policy = make_policy(1)
     batch, noise, time = make_batch(policy)
@@ -234,7 +234,7 @@ def test_masked_padding_leaves_padded_steps_out():
         masked(batch)
 
 
-def test_other_policies_have_no_options_of_this_loss():
+def test_mask_padding_is_refused_for_act():
     config = act_config(make_config(1).input_features, chunk_size=4, n_action_steps=4, use_vae=False)
     policy, family = ACTPolicy(config), family_of(config)
     assert family.draw(config, 2, 0, 0, "cpu") == (None, None)
@@ -262,7 +262,7 @@ def test_projections_of_actions_and_time_are_float32_under_autocast():
         assert torch.equal(made, torch.nn.functional.linear(given.float(), module.weight, module.bias))
 
 
-def test_patches_stay_in_the_order_of_their_memory():
+def test_vision_tower_inputs_are_contiguous():
     """Through all of the vision tower, where transformers' own are transposed views, which kernels take longer for."""
     policy, entered = make_policy(1), []
     for layer in policy.model.paligemma_with_expert.paligemma.model.vision_tower.vision_model.encoder.layers:
@@ -286,7 +286,7 @@ class OuterProducts(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-def test_rotation_is_gemmas_and_no_angle_of_a_step_is_a_product_of_matrices():
+def test_rotary_angles_equal_gemma_without_matrix_products():
     policy = make_policy(1)
     loss, positions = PI05Loss(policy), torch.arange(968)[None].expand(2, -1)
     rotary = policy.model.paligemma_with_expert.paligemma.model.language_model.rotary_emb
@@ -302,7 +302,7 @@ def test_rotation_is_gemmas_and_no_angle_of_a_step_is_a_product_of_matrices():
 
 
 @pytest.mark.gpu
-def test_angles_at_far_positions_are_exact_whatever_matrix_products_are():
+def test_rotary_angles_are_exact_at_reduced_matmul_precision():
     loss, before = PI05Loss(make_policy(1, head_dim=256)).cuda(), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -318,7 +318,7 @@ def test_angles_at_far_positions_are_exact_whatever_matrix_products_are():
 # --- noise and time ---------------------------------------------------------------------------------------
 
 
-def test_draws_depend_on_seed_and_step_only():
+def test_draws_depend_only_on_seed_and_step():
     config = make_config(1)
     noise, time = sample_noise_and_time(config, 8, 7, 3, "cpu")
     assert noise.shape == (8, 6, 32) and time.shape == (8,)
@@ -336,7 +336,7 @@ def test_draws_depend_on_seed_and_step_only():
 
 
 @pytest.mark.parametrize("alpha, beta", [(1.5, 1.0), (2.0, 3.0)])
-def test_time_has_lerobots_distribution(alpha, beta):
+def test_time_has_distribution_of_lerobot(alpha, beta):
     config = make_config(1, chunk_size=1, max_action_dim=4)
     config.time_sampling_beta_alpha, config.time_sampling_beta_beta = alpha, beta
     rows = 20_000
@@ -362,14 +362,14 @@ def test_time_has_lerobots_distribution(alpha, beta):
         ({"observation.images.0": None, "observation.images.1": None}, r"none of the policy's cameras"),
     ],
 )
-def test_check_batch_names_what_does_not_fit(changes, message):
+def test_check_batch_reports_invalid_inputs(changes, message):
     policy = make_policy(2)
     batch = {key: value for key, value in {**make_batch(policy)[0], **changes}.items() if value is not None}
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         family_of(policy.config).check_batch(batch, policy.config)
 
 
-def test_rows_of_weight_zero_count_for_nothing_but_the_denominator(in_float64):
+def test_unread_rows_count_only_in_denominator(in_float64):
     policy = make_policy(2).double()
     batch, noise, time = to_float64(*make_batch(policy))
     choose_trainable(policy, "full")

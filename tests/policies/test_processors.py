@@ -101,7 +101,7 @@ def split(case, preprocessor, columns):
     return prepared, DeviceHalf(preprocessor, case.config)(tensors)
 
 
-def test_what_the_policy_gets_is_lerobots_to_the_bit(case):
+def test_prepared_batch_equals_lerobot_bitwise(case):
     preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats)
     columns = case.rows(INDICES) | {"observation.force": np.zeros((len(INDICES), 2), np.float32)}
     prepared, found = split(case, preprocessor, columns)
@@ -118,7 +118,7 @@ def test_what_the_policy_gets_is_lerobots_to_the_bit(case):
     assert prepared[TOP] is columns[TOP]
 
 
-def test_whole_numbers_are_normalised_as_floats(case):
+def test_integer_columns_are_normalised_as_floats(case):
     """LeRobot's normaliser casts its statistics to int64 for them, and a deviation of 0.49 is 0."""
     preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats)
     columns = case.rows(INDICES)
@@ -132,7 +132,7 @@ def test_whole_numbers_are_normalised_as_floats(case):
 
 
 @pytest.mark.parametrize("mode", ["MEAN_STD", "QUANTILE10"])
-def test_normalised_images_are_lerobots_to_the_bit(case, mode):
+def test_normalised_images_equal_lerobot_bitwise(case, mode):
     config = PreTrainedConfig.from_pretrained(case.folder, cli_overrides=["--device=cpu"])
     config.normalization_mapping = {**config.normalization_mapping, "VISUAL": NormalizationMode(mode)}
     stats = {key: dict(value) for key, value in case.meta.stats.items()}
@@ -147,7 +147,7 @@ def test_normalised_images_are_lerobots_to_the_bit(case, mode):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_byte_value_converts_as_lerobots(case, device):
+def test_image_bytes_convert_as_in_lerobot(case, device):
     image = torch.arange(256, dtype=torch.uint8).repeat(3).reshape(1, 16, 16, 3)
     half = DeviceHalf(None, case.config).to(device)
     found = half({TOP: image.to(device)})[TOP].cpu()
@@ -165,7 +165,7 @@ def prepare(case):
     return Prepare(preprocessor, case.meta.camera_keys, case.config)
 
 
-def test_blocks_are_independent_and_may_be_read_only(case, prepare):
+def test_prepare_treats_blocks_independently_and_read_only(case, prepare):
     columns = case.rows(INDICES)
     whole = prepare(columns)
     for value in columns.values():
@@ -180,14 +180,14 @@ def test_blocks_are_independent_and_may_be_read_only(case, prepare):
         np.testing.assert_array_equal(columns[key], value)
 
 
-def test_an_empty_block_has_the_same_columns(case, prepare):
+def test_prepare_of_empty_block_yields_same_columns(case, prepare):
     columns = case.rows([0])
     full, empty = prepare(columns), prepare({key: value[:0] for key, value in columns.items()})
     forms = [{key: (value.dtype, value.shape[1:]) for key, value in block.items()} for block in (empty, full)]
     assert forms[0] == forms[1] and {len(value) for value in empty.values()} == {0}
 
 
-def test_bad_blocks(case, prepare):
+def test_prepare_refuses_invalid_blocks(case, prepare):
     columns = case.rows([0, 1])
     with pytest.raises(ValueError, match=f"no camera '{WRIST}'"):
         prepare({key: value for key, value in columns.items() if key != WRIST})
@@ -198,7 +198,7 @@ def test_bad_blocks(case, prepare):
 
 
 @pytest.mark.parametrize("key", ["observation.state", "action"])
-def test_a_value_that_is_not_finite_is_named_by_its_place(case, prepare, key):
+def test_non_finite_value_is_reported_with_its_frame(case, prepare, key):
     columns = case.rows([0, 11])  # the second: frame 2 of episode 1
     columns[key][1].flat[-1] = np.nan
     with pytest.raises(ValueError, match=f"'{key}' holds NaN.* at dataset_index 0, episode_index 1, frame_index 2, "):
@@ -219,7 +219,7 @@ class MeanOfImage(ProcessorStep):
         return features
 
 
-def test_a_pipeline_that_needs_images_is_refused(case):
+def test_pipeline_that_reads_images_is_refused(case):
     preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats)
     preprocessor.steps = [MeanOfImage(), *preprocessor.steps]
     with pytest.raises(ValueError, match=r"returns another 'observation.state'.*MeanOfImage"):
@@ -229,7 +229,7 @@ def test_a_pipeline_that_needs_images_is_refused(case):
 # --- pickling into tasks ----------------------------------------------------------------------------------
 
 
-def test_nothing_of_a_block_travels_along(case):
+def test_pickled_prepare_contains_no_data_of_blocks(case):
     preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats)
     fresh = Prepare(preprocessor, case.meta.camera_keys, case.config)
     columns = {key: np.repeat(column, 100, axis=0) for key, column in case.rows(INDICES).items()}
@@ -243,7 +243,7 @@ def test_nothing_of_a_block_travels_along(case):
 # --- make_processors --------------------------------------------------------------------------------------
 
 
-def test_as_lerobot_train_makes_them(case):
+def test_processors_equal_those_of_lerobot_train(case):
     """The same call as in lerobot_train.py, with its overrides."""
     features = {**case.config.input_features, **case.config.output_features}
     shared = {"norm_map": case.config.normalization_mapping, "stats": case.meta.stats}
@@ -265,7 +265,7 @@ def test_as_lerobot_train_makes_them(case):
             assert all(torch.equal(found.state_dict()[key][name], value) for name, value in state.items())
 
 
-def test_required_stats_follow_the_normalisation_mode(case):
+def test_required_stats_follow_normalisation_mode(case):
     features = {**case.config.input_features, **case.config.output_features}
     config = PreTrainedConfig.from_pretrained(case.folder, cli_overrides=["--device=cpu"])
     config.normalization_mapping = {"VISUAL": "IDENTITY", "STATE": "MIN_MAX", "ACTION": "QUANTILES"}
@@ -282,7 +282,7 @@ def copy_with(case, tmp_path, change):
     return folder
 
 
-def test_a_pipeline_that_names_python_code_is_refused(case, tmp_path):
+def test_pipeline_that_names_python_code_is_refused(case, tmp_path):
     victim = tmp_path / "victim"
     step = {"class": "os.makedirs", "config": {"name": str(victim)}}
     folder = copy_with(case, tmp_path, lambda steps: steps.insert(0, step))
@@ -295,7 +295,7 @@ def test_a_pipeline_that_names_python_code_is_refused(case, tmp_path):
     assert victim.exists()
 
 
-def test_a_tokenizer_that_brings_its_own_code_is_refused(case, tmp_path, monkeypatch):
+def test_tokenizer_with_remote_code_is_refused(case, tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     folder = copy_with(case, tmp_path, lambda steps: steps.append({"registry_name": "tokenizer_processor"}))
     (folder / "tokenizer").mkdir()
@@ -311,7 +311,7 @@ def test_a_tokenizer_that_brings_its_own_code_is_refused(case, tmp_path, monkeyp
     assert victim.exists()
 
 
-def test_a_pipeline_without_a_normaliser_or_a_second_file_is_refused(case, tmp_path):
+def test_pipeline_without_normaliser_or_postprocessor_is_refused(case, tmp_path):
     def drop(steps):
         steps[:] = [step for step in steps if step["registry_name"] != "normalizer_processor"]
 
@@ -325,7 +325,7 @@ def test_a_pipeline_without_a_normaliser_or_a_second_file_is_refused(case, tmp_p
         make_processors(folder, case.config, case.meta.stats)
 
 
-def test_processors_that_name_the_device_of_their_training_load_anywhere(case, tmp_path):
+def test_processors_saved_on_another_device_load(case, tmp_path):
     def move(steps):
         next(step for step in steps if step["registry_name"] == "device_processor")["config"]["device"] = "xpu"
 
@@ -336,7 +336,7 @@ def test_processors_that_name_the_device_of_their_training_load_anywhere(case, t
     assert "cpu" in [getattr(step, "device", None) for step in preprocessor.steps]
 
 
-def test_the_gated_tokenizer_is_explained(case, monkeypatch):
+def test_gated_tokenizer_error_names_the_remedy(case, monkeypatch):
     """At once, by one question to the Hub; LeRobot and transformers would ask for a minute."""
     asked = []
 
@@ -359,7 +359,7 @@ def test_the_gated_tokenizer_is_explained(case, monkeypatch):
         make_processors(None, config, case.meta.stats)
 
 
-def test_a_tokenizer_named_on_the_hub_is_saved_beside_and_read_from_there(case, tmp_path):
+def test_hub_tokenizer_is_saved_with_policy_and_loaded_from_it(case, tmp_path):
     """As in LeRobot's own PI0.5: the step knows its tokenizer by name only."""
     make_tokenizer(["go"]).save_pretrained(tmp_path / "hub")
     preprocessor, postprocessor = make_processors(case.folder, case.config, case.meta.stats)
@@ -382,7 +382,7 @@ def test_a_tokenizer_named_on_the_hub_is_saved_beside_and_read_from_there(case, 
     assert not (tmp_path / "unnamed").exists()
 
 
-def test_prompts_are_as_long_as_the_option_says(case):
+def test_prompt_length_follows_tokenizer_max_length(case):
     config = replace(case.config, tokenizer_max_length=case.config.tokenizer_max_length + 32)
     preprocessor, _ = make_processors(case.folder, config, case.meta.stats)
     prepared, _ = split(case, preprocessor, case.rows(INDICES))
@@ -396,13 +396,13 @@ def written_tokenizer(folder, **changes):
     return path
 
 
-def test_a_tokenizer_is_tested_from_any_working_directory(tmp_path, monkeypatch):
+def test_tokenizer_check_accepts_relative_path(tmp_path, monkeypatch):
     written_tokenizer(tmp_path)
     monkeypatch.chdir(tmp_path)
     check_tokenizer(Path("tokenizer.json"))
 
 
-def test_a_tokenizer_that_makes_texts_longer_and_longer(tmp_path):
+def test_tokenizer_that_expands_text_is_refused(tmp_path):
     steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaaaaaaa"}] * 9
     with pytest.raises(ValueError, match="may make a text 1,000,000,000 times as long"):
         check_tokenizer(written_tokenizer(tmp_path, normalizer={"type": "Sequence", "normalizers": steps}))
@@ -411,7 +411,7 @@ def test_a_tokenizer_that_makes_texts_longer_and_longer(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["time", "memory"])
-def test_a_tokenizer_that_takes_forever_or_all_memory(tmp_path, monkeypatch, case, what):
+def test_tokenizer_that_exhausts_time_or_memory_is_refused(tmp_path, monkeypatch, case, what):
     """No rule on what is written in the file finds these: the library is let try."""
     monkeypatch.setattr(tokenizer_check, "MAX_CPU_S", 1)
     folder = shutil.copytree(case.folder, tmp_path / "base")
@@ -437,7 +437,7 @@ class Words:
         return {"input_ids": [hash(word) if self._known(word) else 0 for word in text.split()]}
 
 
-def test_an_advantage_that_the_prompt_cannot_tell_is_refused():
+def test_advantage_lost_in_prompt_is_refused():
     """Of all instructions: the longest is the one that cuts it off."""
 
     def check(step, *instructions):

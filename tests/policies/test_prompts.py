@@ -18,7 +18,7 @@ def lengths_of(config, cameras):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_loss_and_gradients_are_those_of_padded_prompts(attention):
+def test_cut_prompts_give_loss_and_gradients_of_padded_prompts(attention):
     torch.set_num_threads(1)
     policy = make_policy(2, tokenizer_max_length=120)
     choose_trainable(policy, "full")
@@ -40,7 +40,7 @@ def test_loss_and_gradients_are_those_of_padded_prompts(attention):
 
 
 @pytest.mark.parametrize("cameras", [1, 2, 3])
-def test_no_length_is_one_at_which_a_kernel_is_known_to_be_wrong(cameras):
+def test_prompt_lengths_avoid_lengths_of_faulty_kernels(cameras):
     for chunk_size in range(1, 130, 3):
         config = real_config(cameras)
         config.chunk_size = chunk_size
@@ -63,7 +63,7 @@ def test_no_length_is_one_at_which_a_kernel_is_known_to_be_wrong(cameras):
     ],
     ids=["short", "the longest decides", "longer than the tokenizer's", "padded on the left"],
 )
-def test_every_token_that_counts_is_kept(counts, length):
+def test_cut_prompts_preserve_unmasked_tokens(counts, length):
     mask = np.array(counts, bool)
     tokens = np.arange(1, mask.size + 1).reshape(mask.shape)
     columns = {TOKENS: tokens, MASK: mask, "action": np.ones(3)}

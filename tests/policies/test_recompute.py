@@ -48,7 +48,7 @@ def computed(function, mlp, autocast=None, trains=True):
 @pytest.mark.parametrize(("make", "matrices"), [(make_mlp, 3), (make_vision_mlp, 4)])
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(("dtype", "autocast"), PRECISIONS)
-def test_values_and_gradients_are_the_same_bits(make, matrices, dtype, autocast, trains):
+def test_recomputed_mlp_equals_transformers_bitwise(make, matrices, dtype, autocast, trains):
     mlp = make(dtype)
     expected, _ = computed(lambda mlp, x: mlp(x), mlp, autocast, trains)
     found, _ = computed(feed_forward, mlp, autocast, trains)
@@ -57,7 +57,7 @@ def test_values_and_gradients_are_the_same_bits(make, matrices, dtype, autocast,
 
 
 @pytest.mark.parametrize(("make", "before", "now"), [(make_mlp, 4, 2), (make_vision_mlp, 2, 1)])
-def test_backward_keeps_half_of_the_widest_tensors(make, before, now):
+def test_recomputed_mlp_saves_half_of_the_widest_tensors(make, before, now):
     mlp, wide = make(), ROWS * TOKENS * WIDE * 4
 
     def widest(function):
@@ -68,14 +68,14 @@ def test_backward_keeps_half_of_the_widest_tensors(make, before, now):
     assert widest(lambda mlp, x: mlp(x)) == before and widest(feed_forward) == now
 
 
-def test_other_activations_are_as_they_are():
+def test_mlp_with_other_activation_equals_transformers():
     mlp = make_mlp(act="silu")
     expected, _ = computed(lambda mlp, x: mlp(x), mlp)
     found, _ = computed(feed_forward, mlp)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_several_backwards_of_one_forward():
+def test_recomputed_mlp_supports_repeated_backward():
     mlp, x = make_mlp(), torch.randn(2, WIDTH, requires_grad=True)
     y = feed_forward(mlp, x).sum()
     (first,) = torch.autograd.grad(y, x, retain_graph=True)

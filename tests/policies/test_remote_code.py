@@ -43,29 +43,29 @@ def outcomes(base, tmp_path_factory):
     return {**json.loads(done.stdout), "logged": done.stderr}
 
 
-def test_nothing_that_is_loaded_runs(outcomes):
+def test_untrusted_remote_code_does_not_run(outcomes):
     assert not [way for way, found in outcomes["untrusted"].items() if found["ran"]]
     assert KNOWN_WAYS | {"a class", "a step of robots", "an adapter's files"} <= outcomes["untrusted"].keys()
 
 
-def test_the_exploits_work_where_they_are_trusted(outcomes):
+def test_trusted_remote_code_runs(outcomes):
     """Otherwise the test above would show nothing."""
     assert {way for way, found in outcomes["trusted"].items() if found["ran"]} >= KNOWN_WAYS
 
 
-def test_the_error_says_what_wanted_to_run_and_how_to_let_it(outcomes):
+def test_remote_code_error_names_code_and_trust_flag(outcomes):
     # (pi0_fast itself hides the error of its second; the plan refuses the type before.)
     for way in KNOWN_WAYS - {"pi0_fast.action_tokenizer_name"}:
         text = " ".join(outcomes["untrusted"][way]["errors"])
         assert "code that comes with" in text and "--policy.trust_remote_code true" in text, way
 
 
-def test_a_class_or_a_step_of_robots_is_not_let_in_by_trust(outcomes):
+def test_trust_does_not_admit_classes_and_robot_steps(outcomes):
     for way in ("a class", "a class, in an export", "a step of robots", "a step of robots, in an export"):
         assert not outcomes["trusted"][way]["ran"] and outcomes["trusted"][way]["errors"]
 
 
-def test_trusted_code_is_named_and_reaches_the_read_tasks(outcomes):
+def test_trusted_code_is_logged_and_reaches_read_tasks(outcomes):
     """A step whose tokenizer is code: prepared on the driver, unpickled in a process that has never seen it."""
     assert "running Tokenizer of" in outcomes["logged"] and "tokenizing.py (sha256" in outcomes["logged"]
     assert outcomes["unpickled"] == "Prepare"

@@ -29,14 +29,14 @@ def make_policy(backbone, **options):
         ("full", {"train_expert_only": False, "attention_mode": "self_attn", "num_expert_layers": 2}),
     ],
 )
-def test_a_mode_trains_what_lerobots_options_do(backbone, mode, options):
+def test_train_mode_equals_lerobot_options(backbone, mode, options):
     policy = make_policy(backbone, **options)
     theirs = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     choose_trainable(policy, mode)
     assert {name for name, parameter in policy.named_parameters() if parameter.requires_grad} == theirs
 
 
-def test_a_row_that_was_not_read_is_as_if_it_were_not_there(backbone):
+def test_unread_row_equals_absent_row(backbone):
     policy = make_policy(backbone)
     batch, noise, time = make_batch(policy)
     read = torch.tensor([True, False, True])
@@ -45,7 +45,7 @@ def test_a_row_that_was_not_read_is_as_if_it_were_not_there(backbone):
     torch.testing.assert_close(SmolVLALoss(policy)({**batch, "is_read": read}, noise, time), expected)
 
 
-def test_means_over_parts_of_a_step_are_lerobots_over_all_of_it(backbone):
+def test_mean_over_parts_of_step_equals_lerobot_over_whole(backbone):
     policy, draws = make_policy(backbone), 2
     batch, noise, time = make_batch(policy, draws=draws)
     expected = sum(lerobots(policy, batch, noise[draw::draws], time[draw::draws])[0] for draw in range(draws)) / draws
@@ -58,7 +58,7 @@ def test_means_over_parts_of_a_step_are_lerobots_over_all_of_it(backbone):
     torch.testing.assert_close(sum(found) / 2, expected)
 
 
-def test_the_space_of_aloha_is_lerobots_and_leaves_the_batch_alone(backbone):
+def test_aloha_space_equals_lerobot_and_leaves_batch(backbone):
     policy = make_policy(backbone, adapt_to_pi_aloha=True, max_state_dim=16, max_action_dim=16)
     policy.config.output_features["action"] = PolicyFeature(FeatureType.ACTION, (14,))
     batch, _, time = make_batch(policy)
@@ -70,7 +70,7 @@ def test_the_space_of_aloha_is_lerobots_and_leaves_the_batch_alone(backbone):
 
 
 @pytest.mark.parametrize("patches", [(4, 4), (3, 5), (7, 7), (6, 2)])
-def test_patches_have_the_places_that_transformers_gives_them(patches):
+def test_patch_positions_equal_transformers(patches):
     vision = SmolVLMVisionConfig(hidden_size=2, image_size=56, patch_size=8, num_attention_heads=1)
     embeddings, found = SmolVLMVisionEmbeddings(vision), []
     embeddings.position_embedding.register_forward_pre_hook(lambda _, arguments: found.append(arguments[0]))
@@ -80,7 +80,7 @@ def test_patches_have_the_places_that_transformers_gives_them(patches):
 
 
 @pytest.mark.parametrize("options", [{}, {"add_image_special_tokens": True, "empty_cameras": 1}])
-def test_shapes_that_are_checked_are_those_that_are_computed(backbone, monkeypatch, options):
+def test_checked_attention_shapes_are_computed_shapes(backbone, monkeypatch, options):
     policy = make_policy(backbone, **options)
     choose_trainable(policy, "expert")
     loss, seen = SmolVLALoss(policy, attention="sdpa"), set()

@@ -26,7 +26,7 @@ READERS = [kind for kind in KINDS if kind in FAMILIES and FAMILIES[kind].reads_t
 TEXTS = ["go to the red bin", "", "拿起瓶子", "two\nlines ", "é" * (LONGEST_BYTES // 2)]
 
 
-def test_what_is_read_is_what_was_said():
+def test_texts_survive_byte_column_round_trip():
     column = as_bytes(TEXTS)
     assert column.dtype == np.uint8 and column.shape == (len(TEXTS), LONGEST_BYTES)
     (batch,) = cuda_prefetcher([NumpyToTorchCollate(False)({TASK_BYTES: column})], torch.device("cpu"))
@@ -36,7 +36,7 @@ def test_what_is_read_is_what_was_said():
 
 
 @pytest.mark.parametrize("text", ["a" * (LONGEST_BYTES + 1), "é" * (LONGEST_BYTES // 2 + 1), "a\0b"])
-def test_an_instruction_that_does_not_fit_is_refused(text):
+def test_too_long_instruction_is_refused(text):
     with pytest.raises(ValueError, match=rf"the instruction .* has [\d,]+ bytes: at most {LONGEST_BYTES:,}.*shorten"):
         as_bytes(["go", text])
 
@@ -48,7 +48,7 @@ def dataset(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["act", *READERS])
-def test_only_policies_that_read_texts_get_them(dataset, tmp_path, kind):
+def test_text_column_is_prepared_only_for_text_policies(dataset, tmp_path, kind):
     """Those of the rows, in a column of numbers, in whichever process it is prepared."""
     with KINDS[kind].here():
         run = resolved(dataset, kind, tmp_path)
@@ -62,7 +62,7 @@ def test_only_policies_that_read_texts_get_them(dataset, tmp_path, kind):
     assert len(set(rows["task"])) == 2
 
 
-def test_an_instruction_that_is_too_long_is_told_before_the_run(tmp_path):
+def test_too_long_instruction_is_refused_by_plan(tmp_path):
     cameras = {"observation.images.top": (48, 64)}
     root = make_dataset(tmp_path / "dataset", episodes=(12, 9), cameras=cameras, tasks=("go", "to " * 400))
     with pytest.raises(ValueError, match="the instruction 'to to .* has 1,200 bytes"):
@@ -71,7 +71,7 @@ def test_an_instruction_that_is_too_long_is_told_before_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_lerobot_loads_what_is_exported_and_is_told_different_things(dataset, tmp_path, kind):
+def test_lerobot_loads_export_and_actions_follow_instruction(dataset, tmp_path, kind):
     with KINDS[kind].here():
         camera = "observation.images.image"  # which FastWAM has from the start
         run = resolved(dataset, kind, tmp_path, steps=1, rename_map=json.dumps({"observation.images.top": camera}))

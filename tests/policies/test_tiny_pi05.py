@@ -74,7 +74,7 @@ def observation(features, rows=2, tasks=TASKS):
     return batch
 
 
-def test_lerobot_makes_and_trains_one_from_dataset_metadata(tmp_path):
+def test_lerobot_makes_and_trains_tiny_pi05_from_metadata(tmp_path):
     features = make_features()
     folder = make_base(tmp_path / "base")
     config = PreTrainedConfig.from_pretrained(folder)
@@ -93,7 +93,7 @@ def test_lerobot_makes_and_trains_one_from_dataset_metadata(tmp_path):
     assert torch.isfinite(loss)
 
 
-def test_lerobot_is_left_as_it_was():
+def test_tiny_pi05_restores_patched_lerobot_module():
     names = ("get_gemma_config", "PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM")
     before = [getattr(modeling_pi05, name) for name in names]
     TinyPI05Policy(make_config())
@@ -106,7 +106,7 @@ def test_lerobot_is_left_as_it_was():
     assert modeling_pi05.get_gemma_config("gemma_2b").width == 2048
 
 
-def test_a_fresh_policy_starts_with_open_gates_and_scaled_weights():
+def test_fresh_policy_has_open_gates_and_scaled_weights():
     joint = TinyPI05Policy(make_config(width=64)).model.paligemma_with_expert
     norms = [m for m in joint.gemma_expert.model.modules() if isinstance(m, PiGemmaRMSNorm)]
     assert len(norms) == 3 * 2 + 1
@@ -117,7 +117,7 @@ def test_a_fresh_policy_starts_with_open_gates_and_scaled_weights():
         assert layer.mlp.up_proj.weight.std().item() == pytest.approx(64**-0.5, rel=0.1)
 
 
-def test_a_base_is_a_function_of_its_arguments(tmp_path):
+def test_tiny_base_is_deterministic(tmp_path):
     state = torch.random.get_rng_state()
     bases = [make_base(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -128,7 +128,7 @@ def test_a_base_is_a_function_of_its_arguments(tmp_path):
         assert str(tmp_path).encode() not in content, f"{name} holds an absolute path"
 
 
-def test_any_dataset_gets_a_base_that_runs(tmp_path):
+def test_tiny_base_of_unusual_dataset_runs(tmp_path):
     features = {
         "observation.images.left": {"dtype": "image", "shape": [3, 24, 30], "names": ["channels", "height", "width"]},
         "observation.images.depth": camera(24, 30, channels=1),
@@ -165,7 +165,7 @@ def test_any_dataset_gets_a_base_that_runs(tmp_path):
         ({"observation.images.top": {"dtype": "video", "shape": (3,), "names": None}}, "observation.images.top"),
     ],
 )
-def test_a_dataset_that_pi05_cannot_use_is_refused(tmp_path, change, complaint):
+def test_tiny_base_of_unsupported_dataset_is_refused(tmp_path, change, complaint):
     features = {key: feature for key, feature in {**make_features(), **change}.items() if feature is not None}
     with pytest.raises(ValueError, match=complaint):
         make_base(tmp_path / "base", features=features, stats=make_stats(make_features()))
@@ -173,17 +173,17 @@ def test_a_dataset_that_pi05_cannot_use_is_refused(tmp_path, change, complaint):
 
 
 @pytest.mark.parametrize(("fps", "expected"), [(200, 50), (1, 2)])
-def test_a_chunk_of_a_second_is_neither_too_long_nor_one_action(tmp_path, fps, expected):
+def test_default_chunk_size_is_bounded(tmp_path, fps, expected):
     folder = make_base(tmp_path / "base", fps=fps, chunk_size=None)
     assert PreTrainedConfig.from_pretrained(folder).chunk_size == expected
 
 
-def test_a_large_vocabulary_keeps_the_frequent_words(monkeypatch):
+def test_large_vocabulary_is_cut_to_frequent_words(monkeypatch):
     monkeypatch.setattr(tiny_pi05, "MAX_VOCABULARY", 2)
     assert tiny_pi05._vocabulary([["go", "b"], ["go", "a"], ["go", "c", "c", "task", "255"]]) == ["go", "c"]
 
 
-def test_other_bad_arguments_are_refused(tmp_path):
+def test_tiny_base_refuses_invalid_arguments(tmp_path):
     wide = make_features(state=33)
     with pytest.raises(ValueError, match="'observation.state' has 33 dimensions, more than PI0.5's 32"):
         make_base(tmp_path / "base", features=wide)
@@ -200,7 +200,7 @@ def test_other_bad_arguments_are_refused(tmp_path):
 # --- tokenizer -------------------------------------------------------------------------------------------------------
 
 
-def test_words_are_told_apart_and_strangers_are_unknown():
+def test_tokenizer_separates_words_and_marks_unknown_ones():
     tokenizer = make_tokenizer(["red", "größer"])
     ids = tokenizer("Task: RED blue 红色 Größer 300, State: -1 7;\nAction: ")["input_ids"]
     pieces = " ".join(tokenizer.convert_ids_to_tokens(ids))
@@ -209,7 +209,7 @@ def test_words_are_told_apart_and_strangers_are_unknown():
     assert len({token for (token,) in bins} - {tokenizer.unk_token_id}) == 257
 
 
-def test_a_prompt_that_does_not_fit_is_an_error(tmp_path):
+def test_prompt_beyond_tokenizer_max_length_is_refused(tmp_path):
     policy, preprocessor, _ = load(make_base(tmp_path / "base"))
     features = make_features()
     spare = "very " * tiny_pi05.SPARE_WORDS

@@ -13,7 +13,7 @@ MODES = ("heads", "expert", "full")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_trainable_parameter_gets_a_gradient(mode):
+def test_every_trainable_parameter_gets_gradient(mode):
     policy = make_policy(2)
     report = choose_trainable(policy, mode)
     PI05Loss(policy)(*make_batch(policy)).backward()
@@ -26,7 +26,7 @@ def test_every_trainable_parameter_gets_a_gradient(mode):
     assert report.total == counted + sum(report.frozen.values())
 
 
-def test_modes_of_the_real_policy():
+def test_parameter_counts_of_real_pi05_by_mode():
     policy = meta_policy(real_config())
     assert type(policy) is PI05Policy
     reports = {mode: choose_trainable(policy, mode) for mode in MODES}
@@ -44,7 +44,7 @@ def test_modes_of_the_real_policy():
     assert state[f"{paligemma}.model.language_model.embed_tokens.weight"].requires_grad
 
 
-def test_cast_frozen_keeps_what_trains_the_norms_and_the_features_of_images():
+def test_cast_frozen_leaves_trained_norm_and_patch_weights():
     policy = make_policy(2)
     choose_trainable(policy, "expert")
     batch, noise, time = make_batch(policy)

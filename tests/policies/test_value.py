@@ -14,7 +14,7 @@ from vla_finetuning.policies.value import ValueLoss, two_bins
 BINS = 11
 
 
-def test_two_bins_have_the_return_as_their_mean():
+def test_two_bins_average_to_the_return():
     returns = np.array([-1.0, -0.97, -0.5, -0.4321, -0.05, 0.0, -2.5, 0.3], np.float32)
     found = two_bins(torch.from_numpy(returns), BINS).numpy()
     centres, expected = np.linspace(-1, 0, BINS), np.zeros((len(returns), BINS))
@@ -29,7 +29,7 @@ def make_loss(seed=0):
     return ValueLoss(PI05Loss(make_policy()), BINS, seed)
 
 
-def test_only_the_head_trains_and_the_policy_stays():
+def test_value_loss_trains_only_head_by_default():
     loss = make_loss()
     batch = {**make_batch(loss.policy, 3)[0], RETURN: torch.tensor([-1.0, -0.5, 0.0])}
     before = {name: value.clone() for name, value in loss.policy.state_dict().items()}
@@ -45,7 +45,7 @@ def test_only_the_head_trains_and_the_policy_stays():
     assert torch.allclose(loss.value(batch), batch[RETURN], atol=0.15)
 
 
-def test_with_its_backbone_what_the_policy_sees_with_trains_too():
+def test_value_loss_with_backbone_trains_vision_and_language():
     policy = make_policy()
     choose_trainable(policy, "full")
     loss = ValueLoss(PI05Loss(policy), BINS, 0, backbone=True)
@@ -58,7 +58,7 @@ def test_with_its_backbone_what_the_policy_sees_with_trains_too():
     assert all(p.grad is not None for p in loss.parameters() if p.requires_grad)
 
 
-def test_the_loss_is_cross_entropy_and_weighed_by_row():
+def test_value_loss_is_row_weighted_cross_entropy():
     loss = make_loss()
     torch.nn.init.normal_(loss.critic.output.weight)
     returns = torch.tensor([-0.8, -0.33, -0.1])
@@ -70,7 +70,7 @@ def test_the_loss_is_cross_entropy_and_weighed_by_row():
     torch.testing.assert_close(loss({**batch, "row_weight": weight}), (expected * weight).mean())
 
 
-def test_autocast_rounds_what_is_seen_and_not_the_value():
+def test_value_head_is_float32_under_autocast():
     """An advantage is a small difference of values: of bins 0.1 wide, bfloat16 knows few values in between."""
     loss = make_loss()
     torch.nn.init.normal_(loss.critic.output.weight)
@@ -87,7 +87,7 @@ def test_autocast_rounds_what_is_seen_and_not_the_value():
     torch.testing.assert_close(value.double(), exact, rtol=1e-6, atol=1e-7)
 
 
-def test_what_compiles_the_policys_layers_is_known():
+def test_value_loss_exposes_compiler_of_policy():
     """The loop asks for it before the first step."""
     compiler = Compiler("eager")
     assert ValueLoss(PI05Loss(make_policy(), compile=compiler), BINS, 0).compiler is compiler
