@@ -75,7 +75,7 @@ def test_layers_compile_once_with_losses_of_eager():
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_layers_of_a_kind_share_one_graph():
+def test_layers_of_same_kind_share_one_graph():
     policy = make_policy(2)
     choose_trainable(policy, "full")
     backend = Counting()

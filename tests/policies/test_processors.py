@@ -336,7 +336,7 @@ def test_processors_saved_on_another_device_load(case, tmp_path):
     assert "cpu" in [getattr(step, "device", None) for step in preprocessor.steps]
 
 
-def test_gated_tokenizer_error_names_the_remedy(case, monkeypatch):
+def test_gated_tokenizer_error_names_remedy(case, monkeypatch):
     """At once, by one question to the Hub; LeRobot and transformers would ask for a minute."""
     asked = []
 

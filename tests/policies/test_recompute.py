@@ -57,7 +57,7 @@ def test_recomputed_mlp_equals_transformers_bitwise(make, matrices, dtype, autoc
 
 
 @pytest.mark.parametrize(("make", "before", "now"), [(make_mlp, 4, 2), (make_vision_mlp, 2, 1)])
-def test_recomputed_mlp_saves_half_of_the_widest_tensors(make, before, now):
+def test_recomputed_mlp_saves_half_of_widest_tensors(make, before, now):
     mlp, wide = make(), ROWS * TOKENS * WIDE * 4
 
     def widest(function):

@@ -14,7 +14,7 @@ from vla_finetuning.policies.value import ValueLoss, two_bins
 BINS = 11
 
 
-def test_two_bins_average_to_the_return():
+def test_two_bins_average_to_return():
     returns = np.array([-1.0, -0.97, -0.5, -0.4321, -0.05, 0.0, -2.5, 0.3], np.float32)
     found = two_bins(torch.from_numpy(returns), BINS).numpy()
     centres, expected = np.linspace(-1, 0, BINS), np.zeros((len(returns), BINS))
