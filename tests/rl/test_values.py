@@ -1,4 +1,4 @@
-"""`value.py` as a whole: trained through Ray, resumed, and its labels, whatever computes them."""
+"""`value.py`: training through Ray, labels, scores and report, against plain numpy."""
 
 import json
 from types import SimpleNamespace
@@ -87,72 +87,70 @@ def test_checkpoint_contains_only_value_head(finished):
 
 @pytest.mark.parametrize("chosen", [(0, 1, 2, 3, 4, 5), (0, 1, 3, 4)])
 def test_labels_scores_and_curves_equal_plain_numpy(setting, chosen, tmp_path, monkeypatch):
-    """Whatever judges frames: all columns, scores and curves against plain numpy, of all episodes and of some."""
+    """All columns, scores and curves of drawn values, for all episodes and for some."""
     options = {"dataset.episodes": ",".join(map(str, chosen)), "eval_steps": 0}
     run = resolved(setting, output_dir=tmp_path / "run", **options)
-    judged = np.random.default_rng(0).normal(size=sum(EPISODES)).astype(np.float32)
-    own = np.repeat(np.isin(np.arange(6), chosen), EPISODES)
-    monkeypatch.setattr(values, "judge_frames", lambda *_: [np.where(own, judged, np.nan)])
+    drawn = np.random.default_rng(0).normal(size=sum(EPISODES)).astype(np.float32)
+    used = np.repeat(np.isin(np.arange(6), chosen), EPISODES)
+    judged = drawn[used]
+    monkeypatch.setattr(values, "judge_frames", lambda *_: [np.where(used, drawn, np.nan)])
     (tmp_path / "run").mkdir()
     text = label_frames(run, run.training, tmp_path)
     assert ("in-sample" in text) == ("held out: raise --dataset.eval_split" in text) == (len(chosen) == 4)
-    table = pq.read_table(tmp_path / "run" / LABELS_NAME).to_pydict()
-    found, meta = {name: np.array(column) for name, column in table.items()}, run.training.rows.metas[0]
+    table = pq.read_table(tmp_path / "run" / LABELS_NAME)
+    columns, meta = {name: np.array(table[name].to_pylist()) for name in table.column_names}, run.training.rows.metas[0]
     length, success = np.array(EPISODES)[list(chosen)], np.array(SUCCESS, bool)[list(chosen)]
     instruction = [meta.episode_tasks[e][0] for e in chosen]
-    longest = np.array([length[[other == text for other in instruction]].max() for text in instruction])
+    longest = np.array([max(n for n, t in zip(length, instruction, strict=True) if t == task) for task in instruction])
     returns = episode_returns(length, success, longest, 1.0)
-    advantage = advantages(returns, judged[own], length, 3)
+    advantage = advantages(returns, judged, length, 3)
     (held_out,) = run.training.rows.eval_episodes
     # Of either outcome 40 % of three are one, and of two none.
     assert held_out.tolist() == ([4, 5] if len(chosen) == 6 else [])
-    np.testing.assert_allclose(found["return"], returns, rtol=1e-6)
-    np.testing.assert_allclose(found["advantage"], advantage, rtol=1e-6)
-    np.testing.assert_array_equal(found["value"], judged[own])
-    np.testing.assert_array_equal(found["success"], np.repeat(success, length))
-    np.testing.assert_array_equal(found["held_out"], np.repeat(np.isin(chosen, held_out), length))
+    np.testing.assert_allclose(columns["return"], returns, rtol=1e-6)
+    np.testing.assert_allclose(columns["advantage"], advantage, rtol=1e-6)
+    np.testing.assert_array_equal(columns["value"], judged)
+    np.testing.assert_array_equal(columns["success"], np.repeat(success, length))
+    np.testing.assert_array_equal(columns["held_out"], np.repeat(np.isin(chosen, held_out), length))
     task = np.repeat(np.unique(instruction, return_inverse=True)[1], length)
     positive = label_positive(advantage, task, np.zeros(len(task), bool), 0.3)
-    np.testing.assert_array_equal(found["positive"], positive)
+    np.testing.assert_array_equal(columns["positive"], positive)
 
-    drawn, strips = [], []
-    monkeypatch.setattr(figures, "to_svg", lambda figure, label: drawn.extend(figure.axes) or "")
+    axes_drawn, strips = [], []
+    monkeypatch.setattr(figures, "to_svg", lambda figure, label: axes_drawn.extend(figure.axes) or "")
     monkeypatch.setattr(figures, "to_data_uri", lambda strip, width: strips.append(strip) or "")
     shown = section.values_section(tmp_path / "run")
     assert shown["problem"] is None
-    said = {"labels": json.loads(pq.read_schema(tmp_path / "run" / LABELS_NAME).metadata[b"scores"])}
-    of_success = np.repeat(success, length)
-    assert said["labels"]["frames"] == len(positive) and said["labels"]["positive"] == pytest.approx(positive.mean())
-    assert said["labels"]["positive_of_successes"] == pytest.approx(positive[of_success].mean())
-    assert said["labels"]["positive_of_failures"] == pytest.approx(positive[~of_success].mean())
-    last, trained = judged[own][np.cumsum(length) - 1], ~np.isin(chosen, held_out)
-    for name, of in (("in_sample", trained), ("held_out", ~trained)):
-        pairs = [last[i] < last[j] for i in np.flatnonzero(of & ~success) for j in np.flatnonzero(of & success)]
-        assert said["labels"][f"auroc_last_{name}"] == (pytest.approx(np.mean(pairs)) if pairs else None)
+    scores, of_success = json.loads(table.schema.metadata[b"scores"]), np.repeat(success, length)
+    assert scores["frames"] == len(positive) and scores["positive"] == pytest.approx(positive.mean())
+    assert scores["positive_of_successes"] == pytest.approx(positive[of_success].mean())
+    assert scores["positive_of_failures"] == pytest.approx(positive[~of_success].mean())
+    last, trained = judged[np.cumsum(length) - 1], ~np.isin(chosen, held_out)
+    for name, part in (("in_sample", trained), ("held_out", ~trained)):
+        pairs = [last[i] < last[j] for i in np.flatnonzero(part & ~success) for j in np.flatnonzero(part & success)]
+        assert scores[f"auroc_last_{name}"] == (pytest.approx(np.mean(pairs)) if pairs else None)
     # Failures first, of each outcome those held out first, and at most three.
     order = sorted(range(len(chosen)), key=lambda n: (success[n], chosen[n] not in held_out))
     outcomes = {n: "success" if success[n] else "failure" for n in order}
     assert [(episode["title"], episode["instruction"]) for episode in shown["episodes"]] == [
         (f"episode {chosen[n]}, {outcomes[n]}", instruction[n]) for n in order
     ]
-    for axes, strip, n in zip(drawn[:-1], strips, order, strict=True):  # then that of all advantages
+    for axes, strip, n in zip(axes_drawn[:-1], strips, order, strict=True):  # then that of all advantages
         frames = slice(length[:n].sum(), length[: n + 1].sum())
         for line, name in zip(axes.lines, ("value", "return"), strict=True):
-            np.testing.assert_array_equal(line.get_ydata(), found[name][frames], err_msg=name)
+            np.testing.assert_array_equal(line.get_ydata(), columns[name][frames], err_msg=name)
             np.testing.assert_allclose(line.get_xdata(), np.arange(length[n]) / meta.fps)
         assert strip.shape == (32, 40 * min(section.SHOWN_FRAMES, length[n]), 3)
 
 
 def test_longest_episode_of_task_spans_datasets_and_used_episodes():
-    """A task is an instruction, whatever dataset it is in; that of an episode with several is its first."""
+    """A task is an instruction, in any dataset; that of an episode with several is its first."""
     tasks = [[("open",), ("close", "open"), ("open",)], [("close",), (), ("close",)]]
-    lengths, used = [[5, 9, 30], [12, 4, 40]], [[0, 1], [0, 1]]
-    both = zip(tasks, lengths, strict=True)
-    metas = [SimpleNamespace(episode_tasks=of, episode_length=np.array(n)) for of, n in both]
+    lengths, used = [[5, 9, 30], [12, 4, 40]], [np.array([0, 1])] * 2
+    metas = [SimpleNamespace(episode_tasks=t, episode_length=np.array(n)) for t, n in zip(tasks, lengths, strict=True)]
     numbers = values._task_numbers(metas)
-    assert [of.tolist() for of in numbers] == [[0, 1, 0], [1, 2, 1]]
-    longest = values._longest(metas, [np.array(of) for of in used], numbers)
-    assert longest.tolist() == [5, 12, 4]
+    assert [each.tolist() for each in numbers] == [[0, 1, 0], [1, 2, 1]]
+    assert values._longest(metas, used, numbers).tolist() == [5, 12, 4]
 
 
 def test_frames_without_value_are_refused(setting, tmp_path, monkeypatch):
@@ -163,11 +161,11 @@ def test_frames_without_value_are_refused(setting, tmp_path, monkeypatch):
 
 
 def test_values_do_not_depend_on_workers_order_or_restarts(finished, setting):
-    """Two processes of Ray Data judged the blocks; here it is one, in another order, begun anew."""
+    """Two processes of Ray Data judged the blocks; here it is one, in another order."""
     judge, rows = judge_here(setting, finished), np.arange(sum(EPISODES))
-    found = [judge(own) for own in np.split(rows, len(rows) // 2)[::-1]][::-1]
+    judged = [judge(block) for block in np.split(rows, len(rows) // 2)[::-1]][::-1]
     expected = pq.read_table(finished / LABELS_NAME)["value"].to_numpy()
-    np.testing.assert_array_equal(np.concatenate(found), expected)
+    np.testing.assert_array_equal(np.concatenate(judged), expected)
     # In batches of other rows they are the same but for rounding.
     shuffled = np.random.default_rng(0).permutation(rows)
     np.testing.assert_allclose(judge(shuffled), expected[shuffled], rtol=1e-5)
@@ -187,19 +185,19 @@ def judge_here(setting, finished):
 
 
 def test_two_workers_equal_one_with_twice_the_batch(finished, setting):
-    """The head that two processes trained through Ray, against the same four steps in this one, which measures too."""
+    """The head that two processes trained through Ray, and the same four steps here, with a measured loss."""
     run = resolved(setting, "one", **{"scaling.num_workers": 1, "grad_accum": 2}).training
     with tasks_here():
-        found = train(run, RunRows(run)).named()
+        one_worker = train(run, RunRows(run)).named()
     line = log_of(run.job.output_dir)[1]
     assert {"eval_loss", "eval_loss_by_task"} <= line.keys() and "eval_loss_by_time" not in line
     stored = latest_checkpoint(finished / "checkpoints").rglob(f"{TRAINABLE}.safetensors")
-    expected = load_file(next(stored))
+    two_workers = load_file(next(stored))
     start, _ = build_model(run.policy, torch.device("cpu"))
-    assert found.keys() == expected.keys()
-    for name, weights in found.items():
-        torch.testing.assert_close(weights.detach(), expected[name], rtol=1e-3, atol=1e-5)
-    assert not torch.equal(start.state_dict()["critic.output.weight"], expected["critic.output.weight"])
+    assert one_worker.keys() == two_workers.keys()
+    for name, weights in one_worker.items():
+        torch.testing.assert_close(weights.detach(), two_workers[name], rtol=1e-3, atol=1e-5)
+    assert not torch.equal(start.state_dict()["critic.output.weight"], two_workers["critic.output.weight"])
 
 
 def test_finished_run_is_relabelled_without_training(finished, setting, monkeypatch):
@@ -213,7 +211,7 @@ def test_finished_run_is_relabelled_without_training(finished, setting, monkeypa
 
 
 def test_labels_in_bucket_equal_disk(finished, setting, tmp_path, monkeypatch):
-    """And a run that learns from them finds them there."""
+    """A run that learns from them reads them there."""
     monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
     judge = judge_here(setting, finished)
     monkeypatch.setattr(values, "judge_frames", lambda run, checkpoint: [judge(np.arange(sum(EPISODES)))])
@@ -221,40 +219,38 @@ def test_labels_in_bucket_equal_disk(finished, setting, tmp_path, monkeypatch):
     (tmp_path / "disk").mkdir()
     label_frames(on_disk, on_disk.training, finished)
     with runs_bucket():
-        run = resolve_value(parse_value(flags(setting, output_dir="s3://runs/value")), gpus_found=0)
+        run = resolved(setting, output_dir="s3://runs/value")
         label_frames(run, run.training, finished)
         push(as_path("s3://runs/value"))
         forget()
-        there = as_file(f"s3://runs/value/{LABELS_NAME}")
+        path = as_file(f"s3://runs/value/{LABELS_NAME}")
         meta, everything = run.training.rows.metas[0], np.arange(len(EPISODES))
-        (found,), _ = read_labels(there, [meta], [everything])
-        assert found.tolist() == pq.read_table(tmp_path / "disk" / LABELS_NAME)["positive"].to_pylist()
+        (positive,), _ = read_labels(path, [meta], [everything])
+        assert positive.tolist() == pq.read_table(tmp_path / "disk" / LABELS_NAME)["positive"].to_pylist()
         words = [*meta.tasks.values(), "Advantage: positive", "Advantage: negative"]
-        told = make_base(tmp_path / "told", meta, chunk_size=4, tasks=words)
-        options = {"dataset.root": setting[1], "policy.path": told, "recap.labels": address(there)}
+        base = make_base(tmp_path / "base", meta, chunk_size=4, tasks=words)
+        options = {"dataset.root": setting[1], "policy.path": base, "recap.labels": address(path)}
         options |= {"output_dir": tmp_path / "learned", "steps": 1, "scaling.use_gpu": "false"}
-        learns = resolve(parse_args([f"--{key}={value}" for key, value in options.items()]), gpus_found=0)
-        frames = {"dataset_index": np.zeros(len(found), np.int64), "index": np.arange(len(found))}
-        np.testing.assert_array_equal(learns.rows.positive(frames), found)
+        learner = resolve(parse_args([f"--{key}={value}" for key, value in options.items()]), gpus_found=0)
+        frames = {"dataset_index": np.zeros(len(positive), np.int64), "index": np.arange(len(positive))}
+        np.testing.assert_array_equal(learner.rows.positive(frames), positive)
         with pytest.raises(FileNotFoundError, match="s3://runs/none/labels.parquet: no such file; python value.py"):
             read_labels(as_file("s3://runs/none/labels.parquet"), [meta], [everything])
 
 
-def test_report_shows_value_curves_and_frames(finished):
+def test_report_shows_value_curves_and_frames(finished, tmp_path):
     text = write_report(finished).read_text()
     assert "Values and labels" in text and "auroc_last_held_out" in text
     assert text.count('class="film" src="data:image/jpeg') == 6  # three episodes of each outcome
     assert "episode 5, failure" in text
-
-
-def test_labels_without_scores_are_shown(finished, tmp_path):
+    # Labels of an earlier version have no scores.
     pq.write_table(pq.read_table(finished / LABELS_NAME).replace_schema_metadata(None), tmp_path / LABELS_NAME)
     shown = section.values_section(tmp_path)
     assert shown["labels"] == [] and len(shown["episodes"]) == 6
 
 
 def test_auroc_excludes_advantages_that_include_outcome():
-    """Of the frames within the horizon of an episode's end; of values those of the last frames count."""
+    """Frames within the horizon of an episode's end; the AUROC of values is of the last frames."""
     rng, length = np.random.default_rng(0), np.array([4, 6, 5, 3])
     to_come, failed = np.repeat(np.cumsum(length), length) - np.arange(18) - 1, np.repeat([True, False] * 2, length)
     held_out = np.repeat([True, True, False, False], length)
@@ -266,11 +262,11 @@ def test_auroc_excludes_advantages_that_include_outcome():
     assert scores["auroc_in_sample"] is None and scores["horizon"] == 3  # the success is as short as the horizon
     assert scores["auroc_last_held_out"] == (columns["value"][3] < columns["value"][9])
     assert scores["auroc_last_in_sample"] == (columns["value"][14] < columns["value"][17])
-    # Frames of one episode are no more than one episode.
+    # The frames of one episode count as one episode.
     assert (scores["auroc_low"], scores["auroc_high"]) == values.auroc_interval(scores["auroc_held_out"], 1, 1)
     unknown = score_labels(columns, to_come, 50)
-    assert unknown["auroc_held_out"] is None and "unknown of advantages over 50 frames" in values.labels_text(unknown)
-    assert "BELOW" not in values.labels_text(unknown)
+    text = values.labels_text(unknown)
+    assert unknown["auroc_held_out"] is None and "unknown of advantages over 50 frames" in text and "BELOW" not in text
 
 
 def test_low_auroc_is_reported_with_remedy():
@@ -312,7 +308,7 @@ def test_saved_config_contains_resolved_options(setting):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"scaling.strategy": "fsdp2"}, "value functions are not sharded"),
         ({"dataset.episodes": "0,2"}, "all 2 episodes succeeded, which leaves nothing to compare"),
@@ -320,6 +316,6 @@ def test_saved_config_contains_resolved_options(setting):
         ({"dataset.eval_split": 0.3}, "eval_split=0.3 holds out no episode to compute a loss on"),
     ],
 )
-def test_invalid_value_options_are_refused(setting, changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_value_options_are_refused(setting, changes, message):
+    with pytest.raises(ValueError, match=message):
         resolved(setting, **changes)
