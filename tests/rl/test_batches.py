@@ -1,4 +1,4 @@
-"""Minibatches are a function of the episodes and the seed, whichever rank computes them."""
+"""Decision tables and minibatches of ranks, against a single rank."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from vla_finetuning.rl.batches import decision_table, group_seed, minibatches, r
 def test_decision_table_lists_all_decisions_of_used_episodes():
     episode, decision = decision_table(np.array([2, 3, 1]), np.array([True, False, True]))
     assert episode.tolist() == [0, 0, 2] and decision.tolist() == [0, 1, 0]
-    nothing, _ = decision_table(np.array([2]), np.array([False]))
-    assert not list(minibatches(nothing, rank=0, ranks=1, size=8, micro_rows=8, key=(1,)))
+    empty, _ = decision_table(np.array([2]), np.array([False]))
+    assert not list(minibatches(empty, rank=0, ranks=1, size=8, micro_rows=8, key=(1,)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -20,19 +20,19 @@ def test_decision_table_lists_all_decisions_of_used_episodes():
 def test_minibatches_cover_each_row_once_with_equal_micro_batch_counts(ranks, micro_rows):
     owner = rank_of(np.repeat(np.arange(12), 7) // 2, ranks)
     options = {"ranks": ranks, "size": 20, "micro_rows": micro_rows, "key": (1, 2, 3)}
-    whole = list(minibatches(owner * 0, rank=0, **{**options, "ranks": 1}))
+    one_rank = list(minibatches(owner * 0, rank=0, **{**options, "ranks": 1}))
     each = [list(minibatches(owner, rank=rank, **options)) for rank in range(ranks)]
-    counts = [count for count, _ in whole]
+    counts = [count for count, _ in one_rank]
     assert sum(counts) == len(owner) and max(counts) <= 20 and max(counts) - min(counts) <= 1
-    for number, (count, expected) in enumerate(whole):
+    for number, (count, expected) in enumerate(one_rank):
         parts = [rank[number] for rank in each]
         assert {rows for rows, _ in parts} == {count} and len({len(micros) for _, micros in parts}) == 1
-        found = np.concatenate([micro for _, micros in parts for micro in micros])
-        assert sorted(found) == sorted(np.concatenate(expected))
+        rows = np.concatenate([micro for _, micros in parts for micro in micros])
+        assert sorted(rows) == sorted(np.concatenate(expected))
         for rank, (_, micros) in enumerate(parts):
             assert all(len(micro) <= micro_rows and (owner[micro] == rank).all() for micro in micros)
-    other = list(minibatches(owner * 0, rank=0, **{**options, "ranks": 1, "key": (1, 2, 4)}))
-    assert not np.array_equal(other[0][1][0], whole[0][1][0])
+    reseeded = list(minibatches(owner * 0, rank=0, **{**options, "ranks": 1, "key": (1, 2, 4)}))
+    assert not np.array_equal(reseeded[0][1][0], one_rank[0][1][0])
 
 
 def test_group_seeds_are_unique_and_outside_evaluation_seeds():
@@ -43,8 +43,8 @@ def test_group_seeds_are_unique_and_outside_evaluation_seeds():
 def test_rank_without_rows_is_padded_with_zero_row_of_other_ranks_shape(monkeypatch):
     theirs = {"tokens": torch.ones(3, 5, dtype=torch.int64), "image": torch.ones(3, 4, 4, 3, dtype=torch.uint8)}
 
-    def gather(ranks, mine):
-        ranks[:] = [{key: (tuple(value.shape[1:]), value.dtype) for key, value in theirs.items()}, mine]
+    def gather(ranks, own):
+        ranks[:] = [{key: (tuple(value.shape[1:]), value.dtype) for key, value in theirs.items()}, own]
 
     monkeypatch.setattr(batches.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(batches.dist, "get_world_size", lambda: 2)

@@ -30,7 +30,7 @@ NONFINITE = 1  # the number of the update whose gradient is not finite
 
 
 class Watched:
-    """A run in this process, and what a plain computation needs: its episodes and updates."""
+    """A run in this process that records its episodes and updates."""
 
     def __init__(self, run):
         self.run, self.rng = run, np.random.default_rng(0)
@@ -86,10 +86,7 @@ class Watched:
         return [json.loads(line) for line in (self.run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
 
     def play(self, played, explores):
-        """Episodes whose outcomes are drawn; of the first groups that are played all end alike, but of one.
-
-        One of the first group of the last iteration could not be played.
-        """
+        """Draw outcomes; all first groups but one end alike, and one episode of the last iteration fails."""
         for place, (line, _) in enumerate(played.values()):
             rewards = tuple(self.rng.integers(0, 3, len(line["rewards"])).astype(float))
             if explores and not any(play["explores"] for play in self.plays) and place >= SIZE:
@@ -110,19 +107,19 @@ class Watched:
 
     @torch.no_grad()
     def note(self, objective, batch):
-        """What the rows of a micro-batch are to the policy now, before the iteration's updates, and at the start."""
-        noted = {"weight": batch["weight"]}
+        """Score the rows of a micro-batch by the policy now, before the iteration's updates, and at the start."""
+        scores = {"weight": batch["weight"]}
         if objective.options.method != "filtered":
             now, mean, std = objective.score(batch)
-            then, _, _ = self.before.score(batch)
-            noted |= {"change": now - then, "advantage": batch["advantage"]}
-            noted["away"] = ((mean - self.start.score(batch)[1]) / std[:, :, None, None]).square() / 2
+            before, _, _ = self.before.score(batch)
+            scores |= {"change": now - before, "advantage": batch["advantage"]}
+            scores["away"] = ((mean - self.start.score(batch)[1]) / std[:, :, None, None]).square() / 2
         if objective.critic is not None:
             images = objective.loss.images(batch)
-            noted["value"] = objective.values(objective.loss.prefix(images))
-            noted["old_value"] = self.before.values(self.before.loss.prefix(images))
-            noted["target"] = batch["target"]
-        return {name: value.double().numpy() for name, value in noted.items()}
+            scores["value"] = objective.values(objective.loss.prefix(images))
+            scores["old_value"] = self.before.values(self.before.loss.prefix(images))
+            scores["target"] = batch["target"]
+        return {name: value.double().numpy() for name, value in scores.items()}
 
 
 def surrogate(change, advantage, options):
@@ -135,36 +132,35 @@ def surrogate(change, advantage, options):
     return -np.where(bound, options.dual_clip * advantage, gain), flat | bound
 
 
-def plainly(watched):
-    """What the lines must say."""
+def expected_lines(watched):
     options, lines, episodes, first = watched.run.options, [], 0, 0
     for iteration in range(ITERATIONS + 1):
         plays = [play for play in watched.plays if play["iteration"] == iteration]
         explored = [play["lines"] for play in plays if play["explores"]]
-        held_out = [one for play in plays if not play["explores"] for one in play["lines"].values()]
+        held_out = [episode for play in plays if not play["explores"] for episode in play["lines"].values()]
         line = {"step": iteration}
         updates = [update["micros"] for update in watched.updates if update["iteration"] == iteration]
         if iteration:
-            ended = [one for played in explored for one in played.values()]
+            ended = [episode for played in explored for episode in played.values()]
             failed = sum(play["failed"] for play in plays)
             episodes += len(ended) + failed
 
-            def worth(one):
-                return float(one["success_once"]) if options.reward == "success" else one["total_reward"]
+            def worth(episode):
+                return float(episode["success_once"]) if options.reward == "success" else episode["total_reward"]
 
-            begun = {number // SIZE: one["seed"] for played in explored for number, one in played.items()}
-            assert len(set(begun.values())) == len(begun)
-            groups = {}  # of which the last that was played counts
+            seeds = {number // SIZE: episode["seed"] for played in explored for number, episode in played.items()}
+            assert len(set(seeds.values())) == len(seeds)
+            groups = {}  # the last played round of a group counts
             for played in explored:
-                for number, one in played.items():
-                    again, group = divmod(number // SIZE, GROUPS)
-                    groups.setdefault((group, again), []).append(one)
+                for number, episode in played.items():
+                    replacement, group = divmod(number // SIZE, GROUPS)
+                    groups.setdefault((group, replacement), []).append(episode)
             groups = [groups[max(key for key in groups if key[0] == group)] for group in range(GROUPS)]
-            mixed = [group for group in groups if len({worth(one) for one in group}) > 1]
+            mixed = [group for group in groups if len({worth(episode) for episode in group}) > 1]
             used = {
-                "grpo": [one for group in mixed for one in group],
-                "ppo": [one for group in groups for one in group],
-                "filtered": [one for group in groups for one in group if one["success_once"]],
+                "grpo": [episode for group in mixed for episode in group],
+                "ppo": [episode for group in groups for episode in group],
+                "filtered": [episode for group in groups for episode in group if episode["success_once"]],
             }[options.method]
             micros = [micro for micros in updates for micro in micros]
             if options.method == "grpo":
@@ -175,15 +171,15 @@ def plainly(watched):
             line |= {
                 "episodes": episodes,
                 "lr": PEAK_LR * min(1.0, iteration / (WARMUP + 1)),
-                "success": np.mean([one["success_once"] for one in ended]),
-                "return": np.mean([worth(one) for one in ended]),
+                "success": np.mean([episode["success_once"] for episode in ended]),
+                "return": np.mean([worth(episode) for episode in ended]),
                 "mixed_groups": len(mixed) / GROUPS,
                 "episodes_failed": failed,
                 "resampled_groups": (len(ended) + failed) / SIZE - GROUPS,
-                "decisions": sum(len(one["rewards"]) for one in ended),
-                "used": sum(len(one["rewards"]) for one in used),
+                "decisions": sum(len(episode["rewards"]) for episode in ended),
+                "used": sum(len(episode["rewards"]) for episode in used),
                 "demonstrated": 0,
-                "env_steps": sum(one["steps"] for one in ended),
+                "env_steps": sum(episode["steps"] for episode in ended),
                 "updates": len(updates),
                 "nonfinite_steps": sum(not np.isfinite(norm) for norm in norms),
                 "grad_norm": np.mean(norms),
@@ -193,7 +189,7 @@ def plainly(watched):
         if held_out:
             line["held_out_episodes"] = HELD_OUT
             for outcome, suffix in (("success_once", ""), ("success_at_end", "_at_end")):
-                wins = sum(one[outcome] for one in held_out)
+                wins = sum(episode[outcome] for episode in held_out)
                 line |= {f"held_out_successes{suffix}": wins, f"held_out_interval{suffix}": wilson(wins / HELD_OUT, 2)}
             line["held_out_scenes"] = 2
         lines.append(line)
@@ -201,7 +197,7 @@ def plainly(watched):
 
 
 def wilson(share, n, z=1.959963984540054):
-    """His interval of 95 %, by the formula of 1927."""
+    """Wilson's interval of 95 %, by the formula of 1927."""
     half = z * np.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
     return [(share + z**2 / (2 * n) + side * half) / (1 + z**2 / n) for side in (-1, 1)]
 
@@ -210,9 +206,9 @@ def advantages(groups, worth):
     """The advantage of each decision: how many standard deviations its episode is above its group's mean."""
     rows = []
     for group in groups:
-        returns = np.array([worth(one) for one in group])
-        for one, advantage in zip(group, (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6), strict=True):
-            rows += [advantage] * len(one["rewards"])
+        returns = np.array([worth(episode) for episode in group])
+        for episode, advantage in zip(group, (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6), strict=True):
+            rows += [advantage] * len(episode["rewards"])
     return rows
 
 
@@ -227,7 +223,7 @@ def of_updates(options, micros):
     losses, flat = surrogate(rows["change"], rows["advantage"], options)
     dimensions = rows["away"][0, 0].size
     change, away = rows["change"], rows["away"].sum((2, 3))
-    found = {
+    means = {
         "loss": np.mean(losses + options.kl * away),
         "kl": np.mean(np.exp(change) - 1 - change) / dimensions,
         "kl_start": np.mean(away) / dimensions if options.kl else None,
@@ -239,10 +235,9 @@ def of_updates(options, micros):
     if options.method == "ppo":
         value, old, target = (rows[name] for name in ("value", "old_value", "target"))
         moved = old + np.clip(value - old, -options.value_clip, options.value_clip)
-        found["value_loss"] = np.mean(np.maximum((value - target) ** 2, (moved - target) ** 2)) / 2
-        # Of every row as often as there are epochs.
-        found["explained_variance"] = 1 - np.var(target - old) / np.var(target)
-    return found
+        means["value_loss"] = np.mean(np.maximum((value - target) ** 2, (moved - target) ** 2)) / 2
+        means["explained_variance"] = 1 - np.var(target - old) / np.var(target)
+    return means
 
 
 CASES = {
@@ -257,7 +252,7 @@ def test_metrics_equal_plain_numpy_computation(base, tmp_path, method):
     options = {"grpo.method": method, "grpo.groups": GROUPS, "grpo.group_size": SIZE, "grpo.iterations": ITERATIONS}
     options |= {"lr": PEAK_LR, "grpo.warmup": WARMUP, "eval.n_episodes": HELD_OUT, "train.max_nonfinite": 1}
     watched = Watched(resolved(base, tmp_path / "run", **options, **CASES[method]))
-    lines, expected = watched.train(), plainly(watched)
+    lines, expected = watched.train(), expected_lines(watched)
     assert [line["step"] for line in lines] == [0, 1, 2] and len(expected) == 3
     for line, plain in zip(lines, expected, strict=True):
         seconds = {key for key in line if key.endswith("_s") and key != "checkpoint_pause_s"}

@@ -13,7 +13,6 @@ LONGEST = np.array([9, 9, 9, 4])
 
 
 def test_returns_equal_sum_of_future_rewards():
-    """Reward by reward."""
     expected = []
     for length, success, longest in zip(LENGTH, SUCCESS, LONGEST, strict=True):
         rewards = [-1 / longest] * (length - 1) + [0.0 if success else -0.25]
@@ -29,8 +28,7 @@ def test_advantages_equal_n_step_returns_minus_value(horizon):
     for length, success, longest in zip(LENGTH, SUCCESS, LONGEST, strict=True):
         rewards = [-1 / longest] * (length - 1) + [0.0 if success else -1.0]
         for frame in range(length):
-            there = frame + horizon < length
-            after = value[first + frame + horizon] if there else 0.0
+            after = value[first + frame + horizon] if frame + horizon < length else 0.0
             expected.append(sum(rewards[frame : frame + horizon]) + after - value[first + frame])
         first += length
     np.testing.assert_allclose(advantages(returns, value, LENGTH, horizon), expected, atol=1e-6)
@@ -39,15 +37,15 @@ def test_advantages_equal_n_step_returns_minus_value(horizon):
 def test_positive_labels_are_above_quantile_of_their_task():
     rng = np.random.default_rng(0)
     advantage, task = rng.normal(size=400).astype(np.float32), np.repeat([0, 1], 200)
-    advantage[200:] += 10.0  # a task of its own
+    advantage[200:] += 10.0  # another task
     corrected = rng.random(400) < 0.1
-    found = label_positive(advantage, task, corrected, 0.3)
+    positive = label_positive(advantage, task, corrected, 0.3)
     for number in (0, 1):
-        own = (task == number) & ~corrected
-        threshold = np.sort(advantage[own])[-round(0.3 * own.sum())]
-        assert abs(found[own].mean() - 0.3) < 0.01
-        assert not found[own & (advantage < threshold)].any()
-    assert found[corrected].all()
+        rows = (task == number) & ~corrected
+        threshold = np.sort(advantage[rows])[-round(0.3 * rows.sum())]
+        assert abs(positive[rows].mean() - 0.3) < 0.01
+        assert not positive[rows & (advantage < threshold)].any()
+    assert positive[corrected].all()
     assert label_positive(advantage, task, corrected, 1.0).all()
 
 
