@@ -11,10 +11,12 @@ import torch
 from ray._private import internal_api
 
 from tests import in_process
+from tests.buckets import other_process
+from vla_finetuning.buckets.mirror import as_path, pull, push
 from vla_finetuning.files import append_line
 from vla_finetuning.run import progress
 from vla_finetuning.run.attempts import start_attempt
-from vla_finetuning.run.folder import attempts
+from vla_finetuning.run.folder import attempts, skipped_episodes
 from vla_finetuning.run.progress import check_skipped, follow_progress, keep_metrics, keep_skipped
 from vla_finetuning.training.callbacks import MetricsLines, RowLog, SuccessInLoop
 from vla_finetuning.training.worker import RayWorker, Worker
@@ -126,6 +128,23 @@ def test_resume_forgets_skipped_rows_it_reads_again(tmp_path):
     log.write_text("".join(json.dumps({**line, "positions": rows}) + "\n" for rows in ([3, 5], [6])))
     keep_skipped(run.job.output_dir, 4)
     assert [json.loads(text)["positions"] for text in log.read_text().splitlines()] == [[3]]
+
+
+def test_rank_0_reads_rows_that_a_process_of_the_last_attempt_skips_later(bucket_url):
+    folder, reader = as_path(bucket_url), other_process(bucket_url)
+    skipped, line = reader / "skipped-node-1.jsonl", {"root": "/data/arm", "error": "it is truncated"}
+    earlier = {**line, "episode_index": 7}  # without the positions, which earlier versions did not write
+    for number in ({}, {"positions": [3, 5]}):
+        append_line(skipped, json.dumps(earlier | number))
+    push(skipped)
+    pull(folder)
+    keep_skipped(folder, 4)
+    pull(folder)
+    assert skipped_episodes(folder) == [earlier, {**earlier, "positions": [3]}]
+    append_line(skipped, json.dumps({**line, "episode_index": 8, "positions": [6]}))
+    push(skipped)
+    pull(folder)
+    assert skipped_episodes(folder)[-1]["positions"] == [6]
 
 
 def test_spilled_bytes_is_none_if_a_node_does_not_answer(monkeypatch):

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import ray
 from tqdm import tqdm
 
-from vla_finetuning.buckets.mirror import address, file_of_process, files_of_processes, pull
+from vla_finetuning.buckets.mirror import address, file_of_process, files_of_processes, pull, push, release
 from vla_finetuning.files import read_lines, write_whole
 from vla_finetuning.run.folder import (
     LOG_NAME,
@@ -58,11 +58,17 @@ def keep_metrics(output_dir: Path, resumed_step: int) -> Path:
 def keep_skipped(output_dir: Path, rows: int) -> None:
     """Remove void positions of `skipped.jsonl`, from `rows` on, which an attempt reads again."""
     for path in files_of_processes(output_dir / SKIPPED_NAME):
-        valid = []
-        for line in skipped_in(path):
-            if positions := [position for position in line.get("positions", ()) if position < rows]:
-                valid.append(json.dumps({**line, "positions": positions}))
-        write_whole(path, "".join(line + "\n" for line in valid))
+        lines, valid = skipped_in(path), []
+        for line in lines:
+            positions = [position for position in line.get("positions", ()) if position < rows]
+            if positions:
+                valid.append({**line, "positions": positions})
+            elif "positions" not in line:  # of an earlier version
+                valid.append(line)
+        if valid != lines:
+            write_whole(path, "".join(json.dumps(line) + "\n" for line in valid))
+            push(path)
+            release(path)  # a process of the last attempt may live on and append to it: fetch it again
 
 
 def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:
