@@ -21,7 +21,6 @@ from vla_finetuning.run.folder import (
     checkpoint_to_resume,
     claim_folder,
     own_folder,
-    prepare_folder,
     resumption,
 )
 
@@ -53,19 +52,9 @@ def test_resume_refuses_changed_ranking_and_statistics(tmp_path):
     ):
         with pytest.raises(ValueError, match=message), own_folder(changed, START, 100, 0):
             pass
-    with own_folder(replace(resumed, max_eval_samples=5, keep_best=0), START, 100, 0):
-        pass
-
-
-def test_bucket_run_statistics_are_fixed_before_first_checkpoint(bucket_url):
-    """A node may have one that did not reach the bucket."""
-    started = Config(output_dir=bucket_url)
-    with own_folder(started, START, 100, 0):
-        prepare_folder(started)
-        start_attempt(started.folder, 0, 1)
-    changed = replace(started, resume=True, dataset=DatasetOptions(statistics="exact"))
-    with pytest.raises(ValueError, match="a run keeps its statistics"), own_folder(changed, START, 100, 0):
-        pass
+    for unranked in (replace(resumed, keep_best=0), replace(resumed, keep_best_by="success")):
+        with own_folder(replace(unranked, max_eval_samples=5), START, 100, 0):
+            pass
 
 
 @pytest.mark.parametrize("lacking", ["rename", "replace"])

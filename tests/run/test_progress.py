@@ -130,7 +130,7 @@ def test_resume_forgets_skipped_rows_it_reads_again(tmp_path):
     assert [json.loads(text)["positions"] for text in log.read_text().splitlines()] == [[3]]
 
 
-def test_rank_0_reads_rows_that_a_process_of_the_last_attempt_skips_later(bucket_url):
+def test_rank_0_reads_rows_skipped_by_a_process_of_the_last_attempt(bucket_url):
     folder, reader = as_path(bucket_url), other_process(bucket_url)
     skipped, line = reader / "skipped-node-1.jsonl", {"root": "/data/arm", "error": "it is truncated"}
     earlier = {**line, "episode_index": 7}  # without the positions, which earlier versions did not write

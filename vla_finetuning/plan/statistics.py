@@ -433,8 +433,8 @@ def check_run_statistics(job: Job, policy: PolicySpec) -> None:
         if differ:
             raise ValueError(
                 f"{path}: the run has been normalised by other statistics of {', '.join(differ)} than the datasets "
-                "have now: a file of them was changed, or repaired after it had been left out; restore it, or begin a "
-                "run in another --output_dir"
+                "have now: a file of them was changed, or repaired after it had been left out, or --dataset.statistics "
+                "or --dataset.mixture_stats was; give what it was, or begin a run in another --output_dir"
             )
         return
     write_json(path, stats)

@@ -174,8 +174,6 @@ def _last_written(output_dir: Path) -> int:
 
 def check_place(folder: Path) -> None:
     """Raise OSError if the folder cannot be made or written. Does not make it."""
-    if mirror_of(folder):
-        contents(folder)  # the bucket must be there
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:  # a name too long, or below a file
@@ -184,6 +182,7 @@ def check_place(folder: Path) -> None:
         raise NotADirectoryError(f"--output_dir={folder}: {existing} is a file; choose another folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionError(f"--output_dir={folder}: {existing} cannot be written to; choose another folder")
+    contents(folder)  # the bucket must be there
 
 
 @contextlib.contextmanager
@@ -194,24 +193,19 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
     or the disk is too small. Raises ValueError if the newest checkpoint belongs to another run, or to other statistics,
     or has more steps, or no checkpoint is usable.
     """
-    folder = config.folder
     with claim_folder(config):
-        _check_state(config, start, steps, disk_bytes)
-        if not config.lease and mirror_of(config.folder):
-            print_safe("Lease        none (--lease=false): two processes with this --output_dir would destroy the run")
-        # Nodes may have checkpoints that did not reach the bucket.
-        is_trained = attempts(folder) if mirror_of(folder) else latest_checkpoint(folder / CHECKPOINTS_NAME)
-        is_ranked = getattr(config, "best_kept", 0) and is_trained
+        is_trained = _check_state(config, start, steps, disk_bytes) is not None
+        is_ranked = getattr(config, "best_kept", 0) and getattr(config, "keep_best_by", "loss") == "loss"
         for changed in changed_options(config):
             if is_trained and changed.startswith(NORMALISATION):
                 raise ValueError(f"--{changed}: a run keeps its statistics; give what it was, or another --output_dir")
             is_playing = getattr(config, "env_type", None) is not None
-            if is_playing and changed.startswith(EVALUATION_OPTIONS) and evaluations(folder):
+            if is_playing and changed.startswith(EVALUATION_OPTIONS) and evaluations(config.folder):
                 raise ValueError(
                     f"{changed}: {EVALUATIONS_NAME} has the success of checkpoints as it was; give what it was, or "
                     f"remove {EVALUATIONS_NAME}, and the checkpoints that are left play again"
                 )
-            if is_ranked and changed.startswith(MEASURED):
+            if is_trained and is_ranked and changed.startswith(MEASURED):
                 raise ValueError(
                     f"--{changed}: the best checkpoint has the lowest loss, and losses before and after the change do "
                     "not compare; give what it was, or --keep_best 0 and --export last"
@@ -232,6 +226,8 @@ def _leased(config: JobOptions) -> Iterator[None]:
     folder = config.folder
     if config.lease:
         _try_conditions(folder)
+    else:
+        print_safe("Lease        none (--lease=false): two processes with this --output_dir would destroy the run")
     if config.dry_run:
         yield
         return
@@ -349,7 +345,8 @@ def changed_options(config: JobOptions) -> list[str]:
     return [f"{name} was {was[name]}, is {now[name]}" + follows * (name in SCHEDULE) for name in changed]
 
 
-def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> None:
+def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> Path | None:
+    """Check that a run can begin or continue in its folder, as `own_folder`. Return the checkpoint that it resumes."""
     _check_free(config)
     newest = checkpoint_to_resume(config.folder) if config.resume else None
     if newest is not None:
@@ -364,6 +361,7 @@ def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: in
     # No checkpoint is deleted before the next one is written.
     needed = max(disk_bytes - sum(stored), max(stored, default=0))
     require_space(config.folder, needed, "the checkpoints (--keep_checkpoints, --keep_best) and the trained policy")
+    return newest
 
 
 def _check_free(config: JobOptions) -> None:
