@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.run.test_checkpoint import empty, made
+from tests.run.test_checkpoint import empty_tensors, make_checkpoint
 from vla_finetuning.run import checkpoint, cluster, manifest
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_checkpoint, set_aside_damaged
 
@@ -79,7 +79,7 @@ def test_no_module_uses_unsafe_serialization_or_eval():
 @pytest.mark.parametrize("knows_checksums", [False, True])
 def test_pickled_checkpoint_files_are_refused_without_execution(tmp_path, name, knows_checksums):
     """Refused, and nothing in it is run, even with checksums that fit it."""
-    victim, folder = tmp_path / "victim", made(tmp_path / "checkpoints")
+    victim, folder = tmp_path / "victim", make_checkpoint(tmp_path / "checkpoints")
     (folder / name).write_bytes(pickle.dumps(Poison(victim)))
     if knows_checksums and name != checkpoint.STATE:
         state = json.loads((folder / checkpoint.STATE).read_text())
@@ -89,7 +89,7 @@ def test_pickled_checkpoint_files_are_refused_without_execution(tmp_path, name, 
         checkpoint.write_json(folder / checkpoint.STATE, {**state, "sha256": manifest._digest(state)})
         assert latest_checkpoint(folder.parent) == folder
     with pytest.raises(ValueError, match=str(folder)):
-        load_checkpoint(folder, *empty())
+        load_checkpoint(folder, *empty_tensors())
     set_aside_damaged(folder.parent)
     assert not victim.exists()
     pickle.loads((next(tmp_path.rglob(Path(name).name))).read_bytes())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from diagnostics import merge_adapter
 from tests import in_process
-from tests.run.test_checkpoint import saved
+from tests.run.test_checkpoint import save_tensors
 from tests.tiny import make_batch, make_policy, reference
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.peft import PeftOptions
@@ -110,7 +110,7 @@ def test_run_trains_checkpoints_and_exports_adapters(setting):
     assert parameters.trainable == sum(p.numel() for p in trained.params) < 0.05 * parameters.total
     folder = run.job.checkpoints_dir / f"step_{run.job.steps:08d}"
     tensors = {TRAINABLE: trained.named(), OPTIMIZER: trained.state()}
-    saved(folder, tensors, replace(run.job.start, step=run.job.steps))
+    save_tensors(folder, tensors, replace(run.job.start, step=run.job.steps))
     assert load_file(folder / "attempt-00000" / "trainable.safetensors").keys() == trained.named().keys()
 
     files = {"environment.json": {"drawn": {"render": "egl"}}, **run.robots[0].files}

@@ -442,9 +442,9 @@ def test_checkpoint_is_committed_if_pruning_fails(run, caplog):
 
 
 def test_checkpoints_can_be_copied_between_disk_and_bucket(run, tmp_path):
-    from tests.run.test_checkpoint import made
+    from tests.run.test_checkpoint import make_checkpoint
 
-    folder, bucket = made(tmp_path / "checkpoints", step=7), Bucket(address(run / "checkpoints"))
+    folder, bucket = make_checkpoint(tmp_path / "checkpoints", step=7), Bucket(address(run / "checkpoints"))
     for file in folder.rglob("*.*"):
         bucket.write(str(file.relative_to(folder.parent)), file.read_bytes())
     target = run / "checkpoints" / folder.name

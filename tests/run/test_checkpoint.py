@@ -1,3 +1,5 @@
+"""Checkpoints on a disk: every tensor comes back bitwise, damaged ones are refused, and the right ones are deleted."""
+
 import json
 import os
 import shutil
@@ -52,33 +54,32 @@ PROGRESS = Progress(
 )
 
 
-def made(folder: Path, step: int = 7, loss: float | None = None, eval_loss: float | None = None) -> Path:
+def make_checkpoint(folder: Path, step: int = 7, loss: float | None = None, eval_loss: float | None = None) -> Path:
     progress = replace(PROGRESS, step=step, rows=step * 8, loss=loss, eval_loss=eval_loss)
     weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
     path = folder / f"step_{step:08d}"
-    saved(path, {TRAINABLE: {"a.weight": weight}, OPTIMIZER: {"exp_avg.a.weight": weight * 2}}, progress)
+    save_tensors(path, {TRAINABLE: {"a.weight": weight}, OPTIMIZER: {"exp_avg.a.weight": weight * 2}}, progress)
     return path
 
 
-def saved(path: Path, tensors: dict[str, dict[str, torch.Tensor]], progress: Progress, writers: int = 1) -> None:
-    """By so many writers: each has the rows that torch.chunk gives it."""
+def save_tensors(path: Path, tensors: dict[str, dict[str, torch.Tensor]], progress: Progress, writers: int = 1) -> None:
+    """Split rows among the writers as torch.chunk does."""
+
+    def piece(tensor: torch.Tensor, number: int) -> Piece:
+        if writers == 1:
+            return Piece(tensor, (0,) * tensor.ndim)
+        rows = -(-len(tensor) // writers)
+        first = min(number * rows, len(tensor))
+        return Piece(tensor[first : first + rows], (first, *[0] * (tensor.ndim - 1)))
+
     files = {}
     for number in range(writers):
-        pieces: dict[str, dict[str, Piece]] = {}
-        for kind, group in tensors.items():
-            pieces[kind] = {}
-            for name, tensor in group.items():
-                if writers == 1:
-                    pieces[kind][name] = Piece(tensor, (0,) * tensor.ndim)
-                    continue
-                rows = -(-len(tensor) // writers)
-                held = tensor[number * rows : (number + 1) * rows]
-                pieces[kind][name] = Piece(held, (min(number * rows, len(tensor)), *[0] * (tensor.ndim - 1)))
+        pieces = {kind: {name: piece(t, number) for name, t in group.items()} for kind, group in tensors.items()}
         files |= write_pieces(path, pieces, number, writers)
     commit(path, progress, files, 0)
 
 
-def empty() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def empty_tensors() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return {"a.weight": torch.zeros(3, 4)}, {"exp_avg.a.weight": torch.zeros(3, 4)}
 
 
@@ -86,8 +87,10 @@ def empty() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 def test_checkpoint_roundtrip_is_bitwise_equal(tmp_path, writers):
     weight = torch.randn(3, 4)
     path = tmp_path / "step_00000007"
-    saved(path, {TRAINABLE: {"a.weight": weight}, OPTIMIZER: {"exp_avg.a.weight": weight * 2}}, PROGRESS, writers)
-    trainable, optimizer = empty()
+    save_tensors(
+        path, {TRAINABLE: {"a.weight": weight}, OPTIMIZER: {"exp_avg.a.weight": weight * 2}}, PROGRESS, writers
+    )
+    trainable, optimizer = empty_tensors()
     assert load_checkpoint(path, trainable, optimizer) == PROGRESS == load_progress(path)
     assert torch.equal(trainable["a.weight"], weight)
     assert torch.equal(optimizer["exp_avg.a.weight"], weight * 2)
@@ -96,46 +99,44 @@ def test_checkpoint_roundtrip_is_bitwise_equal(tmp_path, writers):
     assert {p.name for p in path.iterdir()} == {"state.json", "attempt-00000"}
     assert {p.name for p in (path / "attempt-00000").iterdir()} == files
     assert checkpoint_names(path, OPTIMIZER) == {"exp_avg.a.weight"}
-    only, _ = empty()
-    load_checkpoint(path, only)
-    assert torch.equal(only["a.weight"], weight)
+    policy_only, _ = empty_tensors()
+    load_checkpoint(path, policy_only)
+    assert torch.equal(policy_only["a.weight"], weight)
 
 
 def test_checkpoint_with_other_names_or_shapes_is_refused(tmp_path):
-    path = made(tmp_path)
-    with pytest.raises(ValueError, match=r"another trainable state, e.g. \['b.weight'\]"):
-        load_checkpoint(path, {**empty()[0], "b.weight": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"another optimizer state, e.g. \['exp_avg.a.weight'\]"):
-        load_checkpoint(path, empty()[0], {})
-    with pytest.raises(ValueError, match=r"cannot be read: .*\[3, 4\].*\[4, 3\]"):
-        load_checkpoint(path, {"a.weight": torch.zeros(4, 3)})
-    with pytest.raises(ValueError, match="without an average of the weights: start without --ema.enable"):
-        load_checkpoint(path, empty()[0], average={"average.a.weight": torch.zeros(3, 4)})
+    path = make_checkpoint(tmp_path)
+    trainable, optimizer = empty_tensors()
+    average = {"average.a.weight": torch.zeros(3, 4)}
+    for tensors, message in (
+        (({**trainable, "b.weight": torch.zeros(1)},), r"another trainable state, e.g. \['b.weight'\]"),
+        ((trainable, {}), r"another optimizer state, e.g. \['exp_avg.a.weight'\]"),
+        (({"a.weight": torch.zeros(4, 3)},), r"cannot be read: .*\[3, 4\].*\[4, 3\]"),
+        ((trainable, None, average), "without an average of the weights: start without --ema.enable"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_checkpoint(path, *tensors)
+    stored = path / "attempt-00000"
+    shutil.copyfile(stored / "trainable.safetensors", stored / "trainable-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match=r"trainable-00001-of-00002.safetensors'\] are not of this checkpoint"):
+        load_checkpoint(path, trainable, optimizer)
 
 
 def test_read_error_is_not_reported_as_damaged_checkpoint(tmp_path, monkeypatch):
     """Another attempt may read it, so it must not end the run as a bad file does."""
-
-    def fail(*_):
-        raise OSError(5, "Input/output error")
-
-    path = made(tmp_path)
-    monkeypatch.setattr("torch.distributed.checkpoint.HuggingFaceStorageReader.read_data", fail)
-    with pytest.raises(OSError, match="cannot be read: .*Input/output error"):
-        load_checkpoint(path, {"a.weight": torch.zeros(3, 4)})
-
-    def gone(*_):
-        raise FileNotFoundError(2, "No such file")
-
-    monkeypatch.setattr("torch.distributed.checkpoint.HuggingFaceStorageReader.read_data", gone)
-    with pytest.raises(ValueError, match="cannot be read: .*No such file"):
-        load_checkpoint(path, {"a.weight": torch.zeros(3, 4)})
+    path, read_data = make_checkpoint(tmp_path), "torch.distributed.checkpoint.HuggingFaceStorageReader.read_data"
+    for error, raised in ((OSError(5, "Input/output error"), OSError), (FileNotFoundError(2, "No file"), ValueError)):
+        monkeypatch.setattr(read_data, Mock(side_effect=error))
+        with pytest.raises(raised, match=f"cannot be read: .*{error.strerror}"):
+            load_checkpoint(path, {"a.weight": torch.zeros(3, 4)})
 
 
 def test_policy_loads_without_the_critic(tmp_path):
     path = tmp_path / "step_00000007"
     tensors = {"a": torch.ones(2), f"{CRITIC}b": torch.ones(2), f"{CRITIC}c": torch.ones(2)}
-    saved(path, {TRAINABLE: tensors, OPTIMIZER: {"step.a": torch.ones(1), f"{CRITIC}step": torch.ones(1)}}, PROGRESS)
+    save_tensors(
+        path, {TRAINABLE: tensors, OPTIMIZER: {"step.a": torch.ones(1), f"{CRITIC}step": torch.ones(1)}}, PROGRESS
+    )
     wanted = {name: torch.zeros(2) for name in tensors}
     load_checkpoint(path, wanted)
     assert all(tensor.all() for tensor in wanted.values())
@@ -148,10 +149,10 @@ def test_policy_loads_without_the_critic(tmp_path):
 
 
 def test_leftovers_of_dead_attempts_are_removed(tmp_path, monkeypatch):
-    """Neither beside a later attempt's files, nor where no attempt wrote all."""
-    path, other = tmp_path / "step_00000007", tmp_path / "step_00000009"
-    write_pieces(path, {TRAINABLE: {"a": Piece(torch.ones(1), (1,))}}, 1, 2)
-    write_pieces(other, {TRAINABLE: {"a": Piece(torch.ones(1), (1,))}}, 1, 2)
+    """Beside a later attempt's files, and where no attempt wrote all."""
+    path = tmp_path / "step_00000007"
+    for folder in (path, tmp_path / "step_00000009"):
+        write_pieces(folder, {TRAINABLE: {"a": Piece(torch.ones(1), (1,))}}, 1, 2)
     whole = {TRAINABLE: {"a": Piece(torch.zeros(2), (0,))}}
     commit(path, PROGRESS, write_pieces(path, whole, attempt=1), 1)
     with monkeypatch.context() as busy:  # as a network drive with a file that a dead process has open
@@ -178,10 +179,14 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def nest(path: Path) -> None:
+    path.write_text("[" * 10**6)
+
+
 @pytest.mark.parametrize("name", [f"attempt-00000/{TRAINABLE}.safetensors", checkpoint.STATE])
-@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+@pytest.mark.parametrize("damage", [truncate, flip, nest, Path.unlink])
 def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path, name, damage, caplog):
-    before, newest = made(tmp_path, 5), made(tmp_path, 7)
+    before, newest = make_checkpoint(tmp_path, 5), make_checkpoint(tmp_path, 7)
     assert set_aside_damaged(tmp_path) == latest_checkpoint(tmp_path) == newest
     damage(newest / name)
     assert set_aside_damaged(tmp_path) == before
@@ -193,30 +198,20 @@ def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path, name, damag
 
 
 def test_crash_during_commit_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
-    before = made(tmp_path, 5)
-
-    def dies(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", dies)
-        with pytest.raises(KeyboardInterrupt):
-            made(tmp_path, 7)
-    assert latest_checkpoint(tmp_path) == before
-    assert set_aside_damaged(tmp_path) == before
+    before = make_checkpoint(tmp_path, 5)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
+        make_checkpoint(tmp_path, 7)
+    assert latest_checkpoint(tmp_path) == set_aside_damaged(tmp_path) == before
     assert list(tmp_path.iterdir()) == [before]
 
 
 def test_prune_retains_newest_and_best_checkpoints(tmp_path, caplog, monkeypatch):
     for step, loss in enumerate((0.9, 0.2, None, 0.5, float("nan"), 0.7), start=1):
-        made(tmp_path, step, loss)
+        make_checkpoint(tmp_path, step, loss)
     prune(tmp_path, keep=2, keep_best=2)
     assert sorted(int(path.name[5:]) for path in tmp_path.iterdir()) == [2, 4, 5, 6]
-
-    def refuses(*_):
-        raise PermissionError("not yours")
-
-    monkeypatch.setattr(os, "rename", refuses)
+    monkeypatch.setattr(os, "rename", Mock(side_effect=PermissionError("not yours")))
     prune(tmp_path, keep=2, keep_best=1)
     assert "could not be deleted (not yours); training goes on" in caplog.text
     assert len(list(tmp_path.iterdir())) == 4
@@ -226,7 +221,7 @@ def test_prune_retains_newest_and_best_checkpoints(tmp_path, caplog, monkeypatch
 def test_prune_does_not_count_incomplete_checkpoints(tmp_path, damage):
     """It may be the newest by its name, and is left for a person to look at."""
     for step in (3, 4, 5, 8):
-        made(tmp_path, step)
+        make_checkpoint(tmp_path, step)
     damage(tmp_path / "step_00000008" / "attempt-00000" / "optimizer.safetensors")
     prune(tmp_path, keep=2, keep_best=0)
     assert sorted(checkpoints(tmp_path)) == [4, 5, 8]
@@ -236,7 +231,7 @@ def test_prune_does_not_count_incomplete_checkpoints(tmp_path, damage):
 def test_renamed_checkpoint_copies_are_ignored(tmp_path):
     """As `cp -r step_00000005 step_00000005_good`: it stays, nothing is resumed from it, and nothing else changes."""
     for step in (5, 6, 7):
-        made(tmp_path, step)
+        make_checkpoint(tmp_path, step)
     copies = [shutil.copytree(tmp_path / "step_00000007", tmp_path / name) for name in ("step_00000007_good", "step_x")]
     assert latest_checkpoint(tmp_path) == set_aside_damaged(tmp_path) == tmp_path / "step_00000007"
     assert list(checkpoints(tmp_path)) == [5, 6, 7]
@@ -248,7 +243,7 @@ def test_renamed_checkpoint_copies_are_ignored(tmp_path):
 def test_best_checkpoint_is_ranked_by_held_out_loss(tmp_path):
     """Before any training loss, and whatever that says; of equals the newest."""
     for step, (loss, eval_loss) in enumerate([(0.9, 0.3), (0.1, 0.5), (0.0, None), (0.8, 0.3), (0.05, 0.4)], start=1):
-        made(tmp_path, step, loss, eval_loss)
+        make_checkpoint(tmp_path, step, loss, eval_loss)
     assert best_checkpoint(tmp_path).name == "step_00000004"
     prune(tmp_path, keep=1, keep_best=2)
     assert sorted(int(path.name[5:]) for path in tmp_path.iterdir()) == [1, 4, 5]
@@ -261,7 +256,7 @@ def test_prune_retains_most_successful_and_unevaluated_checkpoints(tmp_path, cap
         return sorted(int(path.name[5:]) for path in tmp_path.iterdir())
 
     for step, loss in enumerate((0.9, 0.2, 0.3, 0.5, 0.1, 0.7), start=1):
-        made(tmp_path, step, loss)
+        make_checkpoint(tmp_path, step, loss)
     half = ((0.5, 0.25), (0.5, 0.25))
     whole = {1: half, 3: half, 4: ((0.25, 0.25),) * 2, 2: ((0.0, 0.0),) * 2}
     assert left(success=whole, waiting=lambda step: step == 5) == [3, 5, 6]
@@ -283,11 +278,11 @@ def test_episodes_with_errors_do_not_rank_checkpoints(tmp_path):
     of_50 = {1: (45, 0), 2: (1, 49), 3: (40, 4), 4: (40, 5), 5: (30, 0), 6: (0, 50), 7: (45, 0)}
     folder = tmp_path / "checkpoints"
     for step, (successes, errors) in of_50.items():
-        made(folder, step)
+        make_checkpoint(folder, step)
         line = {"step": step, "successes": successes, "episodes": 50 - errors, "errors": errors}
         line["successes_at_end"] = successes - (step == 7)
         append_line(tmp_path / "evaluations.jsonl", json.dumps(line))
-    made(folder, 8)
+    make_checkpoint(folder, 8)
     config = Config(
         output_dir=str(tmp_path), env_type="two_bins", env_eval_freq=1, keep_best=1, keep_best_by="success", save_freq=1
     )
@@ -296,18 +291,18 @@ def test_episodes_with_errors_do_not_rank_checkpoints(tmp_path):
     assert sorted(checkpoints(folder)) == [1, 2, 4, 6, 8]
 
 
-def stand_in_for_streams(monkeypatch):
+@pytest.fixture
+def cuda_stub(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
 
 
-def test_staging_memory_is_reused_and_pinned_once(monkeypatch):
-    """On a CPU, with the driver stood in for: what is pinned, when, and given back."""
+def test_staging_memory_is_reused_and_pinned_once(monkeypatch, cuda_stub):
+    """Record calls of the driver's stub on a CPU."""
     pinned, unpinned, devices = [], [], {}
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.update({threading.get_ident(): device}))
-    stand_in_for_streams(monkeypatch)
-    # By whom it is pinned, and what that thread's device is by then.
+    # Record the current device of the pinning thread.
     monkeypatch.setattr(
         _pin_memory_utils, "pin_memory", lambda at, size: pinned.append((at, size, devices.get(threading.get_ident())))
     )
@@ -329,9 +324,9 @@ def test_staging_memory_is_reused_and_pinned_once(monkeypatch):
         for tensor in tensors.values():
             tensor.mul_(2)
     assert torch.equal(first["a"], before["a"])
-    again = staging.copied(tensors)
-    assert {name: t.data_ptr() for name, t in first.items()} == {name: t.data_ptr() for name, t in again.items()}
-    assert all(torch.equal(again[name], 2 * before[name]) for name in tensors)
+    second = staging.copied(tensors)
+    assert {name: t.data_ptr() for name, t in first.items()} == {name: t.data_ptr() for name, t in second.items()}
+    assert all(torch.equal(second[name], 2 * before[name]) for name in tensors)
     staging.close()
     assert not pinned and not unpinned and not devices  # only for a GPU
 
@@ -349,15 +344,12 @@ def test_staging_memory_is_reused_and_pinned_once(monkeypatch):
     assert sorted(unpinned) == sorted(at for at, _, _ in pinned)
 
 
-def test_staging_works_if_pinning_fails(monkeypatch, caplog):
-    def refuse(at, size):
-        raise RuntimeError("locked memory is limited")
-
-    monkeypatch.setattr(_pin_memory_utils, "pin_memory", refuse)
+def test_staging_works_if_pinning_fails(monkeypatch, cuda_stub, caplog):
+    refusal = Mock(side_effect=RuntimeError("locked memory is limited"))
+    monkeypatch.setattr(_pin_memory_utils, "pin_memory", refusal)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    stand_in_for_streams(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(Staging, "_gpu_of", staticmethod(lambda tensors: torch.device("cuda", 0)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     tensors = {"a": torch.ones(3)}
     staging = Staging(tensors)
     assert staging.copied(tensors)["a"].sum() == 3
@@ -365,19 +357,12 @@ def test_staging_works_if_pinning_fails(monkeypatch, caplog):
     staging.close()
 
 
-def test_foreign_file_in_checkpoint_is_refused(tmp_path):
-    stored = (path := made(tmp_path)) / "attempt-00000"
-    shutil.copyfile(stored / "trainable.safetensors", stored / "trainable-00001-of-00002.safetensors")
-    with pytest.raises(ValueError, match=r"trainable-00001-of-00002.safetensors'\] are not of this checkpoint"):
-        load_checkpoint(path, *empty())
-
-
 def test_checkpoints_have_usual_permissions(tmp_path, assert_usual_permissions):
-    assert_usual_permissions(made(tmp_path / "checkpoints").parent)
+    assert_usual_permissions(make_checkpoint(tmp_path / "checkpoints").parent)
 
 
 def rewrite(folder: Path, **changes) -> None:
-    """Change what state.json says, its checksum made to fit; `...` takes a key away."""
+    """Change keys of state.json and its checksum; `...` removes a key."""
     state = json.loads((folder / checkpoint.STATE).read_text()) | changes
     state = {key: value for key, value in state.items() if value is not ... and key != "sha256"}
     (folder / checkpoint.STATE).write_text(json.dumps({**state, "sha256": manifest._digest(state)}))
@@ -407,7 +392,7 @@ ENTRY = {"bytes": 3, "sha256": "0" * 64}
 )
 def test_invalid_state_json_is_a_damaged_checkpoint(tmp_path, changes, message, caplog):
     """Named, and the one before is taken: also where its checksum fits, which anybody can compute."""
-    before, newest = made(tmp_path, 5), made(tmp_path, 7)
+    before, newest = make_checkpoint(tmp_path, 5), make_checkpoint(tmp_path, 7)
     rewrite(newest, **changes)
     with pytest.raises(ValueError, match=f"checkpoint {newest}: state.json is missing or damaged .*{message}"):
         load_progress(newest)
@@ -432,12 +417,6 @@ def test_arbitrary_state_json_loads_or_raises_value_error(files, progress):
             assert str(error).startswith(f"checkpoint {folder}: ")
 
 
-def test_deeply_nested_state_json_is_damaged(tmp_path):
-    (tmp_path / checkpoint.STATE).write_text("[" * 10**6)
-    with pytest.raises(ValueError, match="state.json is missing or damaged"):
-        load_progress(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -451,19 +430,18 @@ def test_deeply_nested_state_json_is_damaged(tmp_path):
     ],
 )
 def test_checkpoint_of_another_run_is_refused(change, message):
-    found = replace(
-        PROGRESS, base={"digest": "x", "files": {"a": 1, "b": 2, "c": 3}} if "files" in str(change) else PROGRESS.base
-    )
-    check_resumable(found, replace(found, step=0, rows=0))
+    base = {"digest": "x", "files": {"a": 1, "b": 2, "c": 3}} if "files" in str(change) else PROGRESS.base
+    progress = replace(PROGRESS, base=base)
+    check_resumable(progress, replace(progress, step=0, rows=0))
     with pytest.raises(ValueError, match=message):
-        check_resumable(found, replace(found, **change))
+        check_resumable(progress, replace(progress, **change))
 
 
 def test_missing_disk_space_is_reported_before_writing(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 10**6))
     with pytest.raises(OSError, match=r"no space for a checkpoint in .*GB needed.*0.00 GB free"):
-        made(tmp_path)
+        make_checkpoint(tmp_path)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, SPARE_BYTES + 1000))
     require_space(tmp_path / "not" / "yet", 1000, "the run")
@@ -496,7 +474,7 @@ def test_checkpoint_includes_batch_norm_statistics(tmp_path):
 
     def make():
         model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-        model.register_buffer("made_anew", torch.zeros(1), persistent=False)
+        model.register_buffer("recreated", torch.zeros(1), persistent=False)
         constants = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
         return model, make_trainable_optimizer(model, schedule=lambda step: 1e-3, clip_norm=1.0, **constants)
 
@@ -504,9 +482,9 @@ def test_checkpoint_includes_batch_norm_statistics(tmp_path):
     model(torch.randn(4, 2)).sum().backward()
     optimizer.step(0)
     path = tmp_path / "step_00000007"
-    saved(path, {TRAINABLE: optimizer.named(), OPTIMIZER: optimizer.state()}, PROGRESS)
-    again, resumed = make()
-    load_checkpoint(path, resumed.named(), resumed.state())
-    assert again[1].num_batches_tracked == 1 and again[1].running_var.ne(1).all()
+    save_tensors(path, {TRAINABLE: optimizer.named(), OPTIMIZER: optimizer.state()}, PROGRESS)
+    resumed, resumed_optimizer = make()
+    load_checkpoint(path, resumed_optimizer.named(), resumed_optimizer.state())
+    assert resumed[1].num_batches_tracked == 1 and resumed[1].running_var.ne(1).all()
     for name, value in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
+        assert torch.equal(resumed.state_dict()[name], value), name
