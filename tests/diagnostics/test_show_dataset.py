@@ -1,13 +1,15 @@
-"""Faults planted in a dataset that LeRobot's writer made are found, and nothing else is."""
+"""`show_dataset`: faults planted in a dataset of LeRobot's writer, and LeRobot's rows."""
 
 import io
 import json
 import shutil
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from PIL import Image
 
 from diagnostics import show_dataset
@@ -138,9 +140,9 @@ def test_missing_files_are_reported_and_other_episodes_shown(clean, tmp_path):
     lost = meta.episode_data_file == 0
     lost |= meta.episode_video_file[VIDEO] == len(meta.video_files[VIDEO]) - 1
     look = look_at(meta)
-    (finding,) = (found.text for found in look.findings if "--dataset.exclude_episodes" in found.text)
-    assert meta.data_files[0] in finding and meta.video_files[VIDEO][-1] in finding
-    argv = [finding.rpartition(" by ")[2], "--dataset.root=x", "--policy.path=y", "--output_dir=z"]
+    (text,) = (finding.text for finding in look.findings if "--dataset.exclude_episodes" in finding.text)
+    assert meta.data_files[0] in text and meta.video_files[VIDEO][-1] in text
+    argv = [text.rpartition(" by ")[2], "--dataset.root=x", "--policy.path=y", "--output_dir=z"]
     assert parse_args(argv).dataset.exclude_episodes == np.flatnonzero(lost).tolist()
     assert look.episodes.tolist() == np.flatnonzero(meta.episode_data_file != 0).tolist()
     assert (~lost).any() and look.sheet[0].episode in np.flatnonzero(~lost)
@@ -165,9 +167,8 @@ def test_clean_dataset_has_no_findings(clean, shown):
     look = look_at(load_metadata(clean))
     assert look.findings == []
     assert look.rows == sum(EPISODES) and look.episodes.tolist() == [0, 1, 2, 3]
-    assert {key: image.shape for key, image in look.sheet[0].images.items()} == dict.fromkeys(
-        (VIDEO, IMAGES), (*SIZE, 3)
-    )
+    shapes = {key: image.shape for key, image in look.sheet[0].images.items()}
+    assert shapes == dict.fromkeys((VIDEO, IMAGES), (*SIZE, 3))
     assert len(look.sheet) == dataset_look.MOMENTS
     assert look.task_counts == [("go to the red bin", 2), ("go to the blue bin", 2)]
     printed, page = shown(clean)
@@ -180,21 +181,20 @@ def test_clean_dataset_has_no_findings(clean, shown):
 
 @pytest.mark.parametrize("kind", PLANTED)
 def test_planted_fault_is_the_only_finding(copy, kind):
-    plant, named = PLANTED[kind]
+    plant, text = PLANTED[kind]
     plant(copy)
     (finding,) = look_at(load_metadata(copy)).findings
-    assert finding.kind == kind
-    assert named in finding.text
+    assert finding.kind == kind and text in finding.text
 
 
-@pytest.mark.parametrize("what", DAMAGED)
-def test_damaged_values_are_reported_and_the_rest_shown(copy, what, shown):
-    plant, named = DAMAGED[what]
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_damaged_values_are_reported_and_the_rest_shown(copy, kind, shown):
+    plant, text = DAMAGED[kind]
     plant(copy)
     (warning, summary, *_), page = shown(copy)
-    assert warning.startswith("warning [damaged]") and named in warning
+    assert warning.startswith("warning [damaged]") and text in warning
     assert summary.startswith("1 warning;")
-    assert len(page.all("img")) == dataset_look.MOMENTS * (2 if what == "number" else 1)
+    assert len(page.all("img")) == dataset_look.MOMENTS * (2 if kind == "number" else 1)
 
 
 def test_dataset_without_readable_episode(copy, shown):
@@ -207,8 +207,6 @@ def test_dataset_without_readable_episode(copy, shown):
 
 
 def test_curves_equal_lerobot_rows(clean):
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
     look = look_at(load_metadata(clean))
     dataset = LeRobotDataset("local/data", root=clean, episodes=[look.shown], video_backend="pyav")
     rows = dataset.hf_dataset.with_format("numpy")[:]
@@ -219,7 +217,7 @@ def test_curves_equal_lerobot_rows(clean):
 
 
 def test_wrong_statistics_are_distinguished_from_outliers(tmp_path, shown):
-    """As where episodes' quantiles were averaged: nothing is an outlier then but what is one of the rows themselves."""
+    """As if quantiles of episodes were averaged: outliers are then those of the rows themselves."""
     root = make_dataset(tmp_path / "data", episodes=(30, 31, 29, 30), cameras={}, true_quantiles=False)
     wrong = {"q01": [1.0] * 3, "q99": [1.01] * 3, "max": [9, 1e3, 9]}
     edit_json(root / "meta" / "stats.json", lambda stats: stats["action"].update(wrong))
@@ -244,7 +242,7 @@ def test_wrong_statistics_are_distinguished_from_outliers(tmp_path, shown):
 
 
 def test_statistics_of_long_episodes_are_checked_on_all_rows(tmp_path, monkeypatch):
-    """The first rows of an episode are no sample of it: a robot waits, then works."""
+    """The first rows of an episode are no fair sample: the robot waits, then works."""
     root = make_dataset(tmp_path / "data", episodes=(300, 400), cameras={})
     edit_rows(root, "action", lambda action, episode, frame: action.__setitem__(frame < 60, action[frame < 60] * 0.01))
     describe_truly(root)
@@ -252,22 +250,21 @@ def test_statistics_of_long_episodes_are_checked_on_all_rows(tmp_path, monkeypat
     look = look_at(load_metadata(root))
     assert [finding for finding in look.findings if finding.kind == "statistics"] == []
     assert 0 < look.outside["action"].max() < 0.05 and look.rows == 700
-    # Where an episode is more than may be held at once, nothing is said of them.
+    # An episode beyond the memory limit is read in part, and its statistics are not checked.
     row_bytes = dataset_look.open_source(load_metadata(root), []).row_bytes()
     monkeypatch.setattr(dataset_look, "SAMPLE_BYTES", 60 * row_bytes)
-    again = look_at(load_metadata(root))
-    assert again.rows == 60 and not again.outside and "statistics" not in {f.kind for f in again.findings}
+    partial = look_at(load_metadata(root))
+    assert partial.rows == 60 and not partial.outside and "statistics" not in {f.kind for f in partial.findings}
 
 
 def test_outlier_is_marked_in_chart_and_table(copy, shown):
     edit_json(copy / "meta" / "stats.json", lambda stats: stats["action"]["max"].__setitem__(1, 1234.5))
-    found = ranges_of(load_metadata(copy), "action")
-    assert [r.outliers for r in found] == [False, True, False]
-    low, high = found[0].q01, found[0].q99
-    assert found[0].scaled(low) == -1 and found[0].scaled(high) == pytest.approx(1)
+    ranges = ranges_of(load_metadata(copy), "action")
+    assert [r.outliers for r in ranges] == [False, True, False]
+    assert ranges[0].scaled(ranges[0].q01) == -1 and ranges[0].scaled(ranges[0].q99) == pytest.approx(1)
     _, page = shown(copy)
     assert "motor_1 outlier" in page.text and "1234" in page.text
-    assert f"{found[1].scaled(1234.5):.3g}" in page.text  # beside its mark, at the edge of the chart
+    assert f"{ranges[1].scaled(1234.5):.3g}" in page.text  # beside its mark, at the edge of the chart
 
 
 def test_dataset_text_is_escaped_in_page(copy, shown):
@@ -294,12 +291,11 @@ def test_dataset_text_is_escaped_in_page(copy, shown):
 
 
 def test_hub_dataset_is_fetched_or_refused_offline(clean, tmp_path, capsys, monkeypatch):
-    page = tmp_path / "a folder that is not there yet" / "page.html"
-    asked = []
-    monkeypatch.setattr(show_dataset, "fetch_dataset", lambda *which: asked.append(which) or (str(clean), "0" * 40))
-    assert main(["--repo_id=user/robot", "--revision=v1", f"--output={page}"]) == 0
-    assert asked == [("user/robot", "v1")] and page.is_file()
-    monkeypatch.undo()
+    page = tmp_path / "new folder" / "page.html"
+    with mock.patch.object(show_dataset, "fetch_dataset", return_value=(str(clean), "0" * 40)) as fetch:
+        assert main(["--repo_id=user/robot", "--revision=v1", f"--output={page}"]) == 0
+    fetch.assert_called_once_with("user/robot", "v1")
+    assert page.is_file()
     assert main(["--repo_id=user/robot"]) == 2  # the suite is offline
     assert "error: dataset user/robot: the Hub cannot be reached" in capsys.readouterr().err
 
@@ -318,7 +314,6 @@ def test_large_dataset_is_sampled_and_page_reports_it(clean, monkeypatch, shown)
     assert lengths[chosen].sum() <= 20_000 and chosen[0] == 0 and chosen[-1] == 999_999
     assert np.ptp(np.diff(chosen)) <= 1
     assert sample_episodes(np.array([10**7]), 20_000).tolist() == [0]
-    # However long they are, some are looked at.
     assert len(sample_episodes(np.full(100, 30_000), 50_000)) == 10
 
     monkeypatch.setattr(dataset_look, "SAMPLE_ROWS", 25)
@@ -389,7 +384,7 @@ def test_skipped_and_weighted_rows_are_tabulated_per_task(copy, tmp_path, capsys
     assert "2 24 0 ( 0.0%) 36 ( 1.50x) 'go to the red bin'" in page.text
     scores = tmp_path / "scores.jsonl"
     assert main([str(copy), "--skip_idle=0", f"--scores={scores}", f"--output={tmp_path / 'page.html'}"]) == 2
-    assert not scores.exists()  # nobody waited for them
+    assert not scores.exists()
     assert "--skip_idle=0.0: must be positive" in capsys.readouterr().err
 
 
@@ -409,7 +404,7 @@ def test_action_tokenizer_length_and_error_are_reported(clean, tmp_path, shown):
 
 
 def test_label_shares_are_tabulated_per_task(clean, tmp_path, shown):
-    """Episodes 0 and 2 succeeded, and have one task; the last one has no labels."""
+    """Episodes 0 and 2 succeeded, and share a task; the last one has no labels."""
     meta, path = load_metadata(clean), tmp_path / "labels.parquet"
     success = np.repeat([True, False, True], EPISODES[:3])
     advantage = np.where(success, 0.2, -0.4).astype(np.float32)
@@ -419,15 +414,14 @@ def test_label_shares_are_tabulated_per_task(clean, tmp_path, shown):
     printed = [" ".join(line.split()) for line in printed]
     positive, of_successes = columns["positive"].mean(), columns["positive"][success].mean()
     assert f"33 {positive:.1%} {of_successes:.1%} 0.0% -0.400 to 0.200 all" in printed
-    tasks = [texts[0] for texts in meta.episode_tasks]
-    assert f"9 0.0% 0.0% -0.400 to -0.400 {tasks[1]}" in printed
+    assert f"9 0.0% 0.0% -0.400 to -0.400 {meta.episode_tasks[1][0]}" in printed
     assert "Advantages and labels" in page.text and "-0.400 to 0.200" in page.text
     assert main([str(clean), f"--recap.labels={tmp_path / 'none'}", f"--output={tmp_path / 'page.html'}"]) == 2
 
 
-@pytest.mark.parametrize("what", list(SUSPECT)[:-1])
-def test_suspect_episode_is_scored_with_reason(copy, what):
-    plant, episode, reason = SUSPECT[what]
+@pytest.mark.parametrize("kind", list(SUSPECT)[:-1])
+def test_suspect_episode_is_scored_with_reason(copy, kind):
+    plant, episode, reason = SUSPECT[kind]
     plant(copy)
     scores = list(score_episodes(load_metadata(copy)))
     assert [score.episode for score in scores if score.reasons] == [episode]
@@ -448,7 +442,7 @@ def test_suspect_episode_is_written_to_scores_and_exclude_list(copy, tmp_path, s
 
 
 def test_distance_of_action_from_next_state(tmp_path):
-    """By hand, of a dataset whose actions are states to come; one episode's are not."""
+    """By hand; actions are the next states, but not those of one episode."""
     root = make_dataset(tmp_path / "data", episodes=EPISODES, state_dim=3, cameras={IMAGES: SIZE})
     names = {"names": ["x", "y", "z"]}
     keys = ("observation.state", "action")
@@ -482,24 +476,23 @@ def test_augmented_frames_are_shown_below_the_frame(clean, kind, shown):
 
 def test_report_of_run_applies_its_augmentation(clean, tmp_path):
     write_json(tmp_path / "run.json", {"datasets": [{"root": str(clean)}]})
-    for saved, said in ((Config().to_json(), False), (show_dataset.AUGMENTATIONS["openpi"], True)):
-        write_json(tmp_path / "config.json", saved)
-        (drawn,) = look_at_datasets(tmp_path)
-        assert drawn["augmented"] is said
-        assert len({image["uri"] for image in next(iter(drawn["images"].values()))}) > 1
+    for config, augments in ((Config().to_json(), False), (show_dataset.AUGMENTATIONS["openpi"], True)):
+        write_json(tmp_path / "config.json", config)
+        (section,) = look_at_datasets(tmp_path)
+        assert section["augmented"] is augments
+        assert len({image["uri"] for image in next(iter(section["images"].values()))}) > 1
 
 
 @pytest.mark.parametrize("gone", [[0, 1], [1, 2]])
 def test_gaps_in_episode_numbers_are_skipped(copy, tmp_path, shown, gone):
     remove_episodes(copy, gone)
-    left = [episode for episode in range(4) if episode not in gone]
-    frames = sum(EPISODES[episode] for episode in left)
+    remaining = [episode for episode in range(4) if episode not in gone]
     meta = load_metadata(copy)
     look = look_at(meta)
-    told = [f"episodes {gone[0]}, {gone[1]}: cannot be read: is in no file of meta/episodes"] if gone[0] else []
-    assert look.episodes.tolist() == left and [finding.text for finding in look.findings] == told
-    assert look.sample.startswith("every row") and look.rows == frames
+    texts = [f"episodes {gone[0]}, {gone[1]}: cannot be read: is in no file of meta/episodes"] if gone[0] else []
+    assert look.episodes.tolist() == remaining and [finding.text for finding in look.findings] == texts
+    assert look.sample.startswith("every row") and look.rows == sum(EPISODES[episode] for episode in remaining)
     shown(copy, f"--scores={tmp_path / 'scores.jsonl'}")
     lines = (tmp_path / "scores.jsonl").read_text().splitlines()
-    assert [json.loads(line)["episode"] for line in lines] == left
+    assert [json.loads(line)["episode"] for line in lines] == remaining
     assert describe_tokens_of(meta, "fit", 4)
