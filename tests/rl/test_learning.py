@@ -422,7 +422,7 @@ def test_plan_estimates_iteration_time_memory_and_bottleneck(base, tmp_path):
     assert "on a H100 at 35% of its peak (assumed)" in text and "an iteration 5 s" in text
     assert "the simulation is the bottleneck: --grpo.env_actors 12, one for each episode of a worker" in text
     assert "simulation 0.90 s an iteration, on 12 processes" in estimate(with_options(env_actors=40), *seconds)
-    assert "it waits" not in estimate(run, 0.0, 0.0, 0.0)
+    assert "bottleneck" not in estimate(run, 0.0, 0.0, 0.0)
     assert "simulation 32 s an iteration" in estimate(run, 5.0, 0.01, 0.1)
     plan = describe_grpo(with_options(resample=2))
     assert "are replaced, at most 2 times: at most 72 episodes" in plan and "per worker: 72 decisions of" in plan

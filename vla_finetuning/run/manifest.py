@@ -37,7 +37,7 @@ class Progress:
     base: dict[str, Any]  # path, revision and digest of the pretrained policy
     mode: str  # words on what trains (`PolicySpec.trained_part`)
     global_batch_size: int  # rows of an optimizer step
-    loss: float | None = None  # mean training loss since the last checkpoint, or None if no step was logged
+    loss: float | None = None  # mean of `LoopState.loss_of` since the last checkpoint; None if no step was logged
     eval_loss: float | None = None  # held-out loss of these weights, or None if not measured
 
     @property
