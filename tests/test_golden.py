@@ -34,32 +34,32 @@ def before(folder):
 
 
 def difference(before, after, *ignored):
-    equal, said = compare(before, after, ignored)
+    equal, message = compare(before, after, ignored)
     assert not equal
-    return said
+    return message
 
 
 def test_golden_comparison_ignores_times(folder, before):
     log = folder / "metrics.jsonl"
     log.write_text(log.read_text().replace('"step_s": 0.5', '"step_s": 0.7'))
-    equal, said = compare(json.loads(json.dumps(before)), record(folder))
-    assert equal and said == "equal: 2 lines of metrics, 1 checkpoints, 4 tensors, 2 lines of rows"
+    equal, message = compare(json.loads(json.dumps(before)), record(folder))
+    assert equal and message == "equal: 2 lines of metrics, 1 checkpoints, 4 tensors, 2 lines of rows"
 
 
 def test_golden_comparison_reports_last_bit_of_a_loss(before):
     after = copy.deepcopy(before)
     loss = after["metrics"][1]["loss"]
     after["metrics"][1]["loss"] = float(np.nextafter(loss, 9))
-    said = difference(before, after)
-    assert "step 4: loss 4.1 before, 4.1000000000000005 now" in said
+    message = difference(before, after)
+    assert "step 4: loss 4.1 before, 4.1000000000000005 now" in message
     assert compare(before, after, ["loss"])[0]
 
 
 def test_golden_comparison_reports_missing_and_new_metrics(before):
     after = copy.deepcopy(before)
     after["metrics"][0]["l1_loss"] = 1.0
-    equal, said = compare(before, after)
-    assert equal and said.endswith("; new in metrics: l1_loss")
+    equal, message = compare(before, after)
+    assert equal and message.endswith("; new in metrics: l1_loss")
     assert "step 2: l1_loss 1.0 before, absent now" in difference(after, before)
 
 
@@ -71,8 +71,8 @@ def test_golden_comparison_reports_missing_and_new_metrics(before):
 def test_golden_comparison_reports_changed_tensors(folder, before, name, value):
     tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2), name: value}
     save_file(tensors, folder / "trained.safetensors")
-    said = difference(before, record(folder))
-    assert f"tensors, trained.safetensors, {name}: " in said and "more" not in said
+    message = difference(before, record(folder))
+    assert f"tensors, trained.safetensors, {name}: " in message and "more" not in message
 
 
 def test_golden_comparison_reports_changed_row_logs(folder, before):
@@ -95,9 +95,9 @@ def test_golden_comparison_reports_missing_lines_and_checkpoints(folder, before)
 def test_golden_comparison_fails_on_any_difference(before, capsys):
     after = copy.deepcopy(before)
     after["saves"] = []
-    named = ["one", "other", "third", "fourth"]
+    named = ["first", "second", "third", "fourth"]
     assert show(dict.fromkeys(named[:3], before) | {"fourth": None}, dict.fromkeys(named, before), named, []) == 0
-    records = {"one": before, "other": after, "third": {"error": "ValueError: no"}, "fourth": before}
+    records = {"first": before, "second": after, "third": {"error": "ValueError: no"}, "fourth": before}
     assert show(dict.fromkeys(named, before), records, named, []) == 1
     lines = capsys.readouterr().out.splitlines()[4:]
     assert [line.split()[1] for line in lines] == ["equal:", "DIFFERENT:", "FAILED", "equal:"]

@@ -1,4 +1,4 @@
-"""lerobot-train's users type its flags: each is taken, or answered."""
+"""Flags of lerobot-train, read from LeRobot's own options: each is accepted, or answered by name."""
 
 import dataclasses
 import typing
@@ -32,9 +32,9 @@ def test_every_lerobot_train_flag_is_accepted_or_answered(flag):
     if answer(flag) is None:
         assert flag in VLA.flags
         return
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         parse_args([f"--{flag.replace('*', 'type')}", "1", "--dataset.root=/d", "--policy.type=act", "--output_dir=/o"])
-    assert f"LeRobot has --{flag.replace('*', 'type')}; here: {answer(flag)}" in str(refused.value)
+    assert f"LeRobot has --{flag.replace('*', 'type')}; here: {answer(flag)}" in str(error.value)
 
 
 def test_answers_are_for_lerobot_train_flags_only():
@@ -44,7 +44,7 @@ def test_answers_are_for_lerobot_train_flags_only():
 
 
 def test_flags_named_in_answers_exist():
-    named = {word.strip("(),;:") for said in ANSWERED.values() for word in said.split() if word.startswith("--")}
+    named = {word.strip("(),;:") for text in ANSWERED.values() for word in text.split() if word.startswith("--")}
     assert len(named) > 8
     assert {name.removeprefix("--") for name in named} <= {name for program in PROGRAMS for name in program.flags}
 

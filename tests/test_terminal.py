@@ -1,4 +1,4 @@
-"""What a stranger calls things cannot steer a terminal, add a line to the plan or a log, or turn one around."""
+"""Names from data sets cannot steer a terminal, nor add or reverse a line of the plan or a log."""
 
 import ast
 import json
@@ -54,7 +54,7 @@ def setting(tmp_path_factory):
 
 
 def assert_shown(text, *parts):
-    """Nothing in it but printable lines, and the parts as they are shown."""
+    """Check that all lines are printable and that the escaped parts are among them."""
     assert all(line.isprintable() for line in text.removesuffix("\n").split("\n")), text
     assert all(part in text for part in parts), text
 
@@ -64,10 +64,10 @@ def test_hostile_names_are_escaped_in_the_plan(setting, capsys):
     assert vla.main(plain) == 0
     expected = capsys.readouterr().out
     assert vla.main(hostile) == 0
-    found = capsys.readouterr().out
+    printed = capsys.readouterr().out
     shown = terminal.escaped(PATH)
-    assert_shown(found, f"hostiles/{shown}\n", f", robot {shown}\n", f"2 tasks: '{shown}'; 'lift {shown}'\n")
-    assert [line[:12] for line in found.split("\n")] == [line[:12] for line in expected.split("\n")]
+    assert_shown(printed, f"hostiles/{shown}\n", f", robot {shown}\n", f"2 tasks: '{shown}'; 'lift {shown}'\n")
+    assert [line[:12] for line in printed.split("\n")] == [line[:12] for line in expected.split("\n")]
 
 
 def test_hostile_names_are_escaped_in_errors(setting, tmp_path, capsys):
@@ -80,15 +80,15 @@ def test_hostile_names_are_escaped_in_errors(setting, tmp_path, capsys):
 
 
 def test_hostile_names_are_escaped_in_the_run_log(tmp_path, capsys, monkeypatch):
-    """Written by workers and the controller, printed by the driver."""
+    """Workers and the controller write it; the driver prints it."""
     with monkeypatch.context() as patch:
         patch.setattr(logging.getLogger(), "handlers", [])
         progress.log_to(tmp_path)
         logging.getLogger("worker").warning("camera %s is dark", HOSTILE)
         logging.getLogger().handlers[0].close()
-    alone = failures.StopRetrying(tmp_path)
+    policy = failures.StopRetrying(tmp_path)
     with pytest.raises(ValueError):
-        alone.after_exception(None, {0: ValueError(f"no {HOSTILE.replace(chr(10), '').replace(chr(13), '')}")})
+        policy.after_exception(None, {0: ValueError(f"no {HOSTILE.replace(chr(10), '').replace(chr(13), '')}")})
     lines = (tmp_path / "run.log").read_text().splitlines()
     first, second = r"WARNING worker: camera arm\x1b[2J\rPolicy       trusted", r"    Policy       trusted\u202edetsurt"
     assert len(lines) == 3 and lines[0] == first and lines[1].startswith(second)
@@ -114,15 +114,15 @@ def test_hostile_names_are_escaped_in_driver_warnings(monkeypatch, capsys):
 
 
 def test_only_terminal_module_prints():
-    """What is added later goes the same way: no other module writes to the terminal, or makes a log's lines itself."""
+    """No other module writes to the terminal, or formats a log's lines."""
     printing = {"print", "tqdm.write", "bar.write", "sys.stdout.write", "sys.stderr.write", "pprint"}
     printing |= {"traceback.print_exc", "logging.Formatter", "logging.basicConfig", "logging.StreamHandler"}
     called = re.compile("|".join(rf"\b{re.escape(name)}\(" for name in printing))
-    found = [
+    calls = [
         (path.name, node.lineno, ast.unparse(node.func))
         for path in SOURCES
         if path.parent != ROOT / "ci" and path.name != "terminal.py" and called.search(path.read_text())
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in printing
     ]
-    assert found == []
+    assert calls == []

@@ -1,7 +1,6 @@
-"""What came from elsewhere runs no code, and a secret stays where it was given.
+"""No module and no checkpoint runs code of others, by the source's syntax tree and by planted pickles.
 
-Here is what holds for the whole program and for its own checkpoints. Policies that want to run something are loaded in
-tests/policies/test_remote_code.py; docs/security.md lists the tests of the other ways in.
+tests/policies/test_remote_code.py loads hostile policies; docs/security.md lists the tests of other inputs.
 """
 
 import ast
@@ -53,7 +52,7 @@ SUSPICIOUS = re.compile(rf"{'|'.join(PICKLING)}|trust_remote_code=|allow_pickle=
 
 
 def dangerous(path):
-    """What a module imports and calls that can run code, and keywords that allow it."""
+    """Return a module's imports, calls and keywords that can run code."""
     imported, called, keywords = set(), set(), set()
     text = path.read_text()
     for node in ast.walk(ast.parse(text)) if SUSPICIOUS.search(text) else ():
@@ -70,15 +69,15 @@ def dangerous(path):
 
 
 def test_no_module_uses_unsafe_serialization_or_eval():
-    found = {path: dangerous(path) for path in SOURCES}
+    actual = {path: dangerous(path) for path in SOURCES}
     expected = {path: (IN_FLIGHT.get(path.name, set()), OWN_SOURCE.get(path.name, set())) for path in SOURCES}
-    assert found == expected and found[ROOT / "vla_finetuning/training/stream.py"][0]  # else nothing was searched
+    assert actual == expected and actual[ROOT / "vla_finetuning/training/stream.py"][0]  # else nothing was searched
 
 
 @pytest.mark.parametrize("name", ["attempt-00000/trainable.safetensors", checkpoint.STATE])
 @pytest.mark.parametrize("knows_checksums", [False, True])
 def test_pickled_checkpoint_files_are_refused_without_execution(tmp_path, name, knows_checksums):
-    """Refused, and nothing in it is run, even with checksums that fit it."""
+    """Also with matching checksums."""
     victim, folder = tmp_path / "victim", make_checkpoint(tmp_path / "checkpoints")
     (folder / name).write_bytes(pickle.dumps(Poison(victim)))
     if knows_checksums and name != checkpoint.STATE:

@@ -36,10 +36,10 @@ def setting(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(setting, ray_cluster):
-    """A run of 4 steps by 2 workers, with accumulation; its frames are cached."""
-    kept = setting[0] / "frames"
-    assert vla.main(flags(setting, "finished", **{"dataset.frame_cache": kept})) == 0
-    assert list(kept.glob("*/*/*/*"))
+    """A run of 4 steps by 2 workers, with accumulation and a frame cache."""
+    cache = setting[0] / "frames"
+    assert vla.main(flags(setting, "finished", **{"dataset.frame_cache": cache})) == 0
+    assert list(cache.glob("*/*/*/*"))
     return setting[0] / "finished"
 
 
@@ -48,7 +48,7 @@ def losses(folder):
 
 
 def apart(a, b, start):
-    """How far two trained policies are from each other, against how far they went; the worst parameter.
+    """Return the largest distance of two trained policies relative to the update, and its parameter.
 
     Adam divides by the square root of tiny second moments, so single bits of a gradient may matter: whole tensors are
     compared. Biases of keys are left out: attention does not depend on them, so their gradient is rounding alone.
@@ -62,7 +62,7 @@ def apart(a, b, start):
 
 
 def lerobot_loop(setting):
-    """What `lerobot-train` would compute for the same rows, noise and times: its dataset, processors and policy."""
+    """Train LeRobot's policy on its own dataset and processors with the same rows, noise and times."""
     run = resolve(parse_args(flags(setting, "unused")), gpus_found=0)
     policy, dataset, preprocessor = lerobots_training(*setting[1:])
     config = policy.train().config
@@ -111,21 +111,21 @@ def test_run_equals_a_plain_loop_over_lerobot(setting, finished):
 
 @pytest.mark.ray
 def test_two_workers_equal_one_with_twice_the_batch(setting, finished):
-    """What two processes trained through Ray, against the same four steps in this one."""
+    """Two processes through Ray, against the same four steps in this one."""
     changes = {"scaling.num_workers": 1, "batch_size": 8, "grad_accum": 1, "train.deterministic": "false"}
     run = resolve(parse_args(flags(setting, "one_worker", **changes)), gpus_found=0)
     start = load_file(setting[2] / "model.safetensors")
     average = in_process.train(run, in_process.RunRows(run)).named_average()
     np.testing.assert_allclose(losses(run.job.output_dir), losses(finished), rtol=1e-5)
-    found = {name.removeprefix("average."): value for name, value in average.items()}
-    distance, name = apart(found, weights(finished), start)
-    assert distance < 1e-3 and len(found) > 30, name
+    averaged = {name.removeprefix("average."): value for name, value in average.items()}
+    distance, name = apart(averaged, weights(finished), start)
+    assert distance < 1e-3 and len(averaged) > 30, name
 
 
 @pytest.mark.ray
 @pytest.mark.faults
 def test_killed_and_resumed_run_is_bitwise_equal(setting, finished):
-    """Even when, after the resume, a worker is killed in the last step, and Ray Train starts the group anew."""
+    """A worker is killed in the last step after the resume, and Ray Train restarts the group."""
     folder = setting[0] / "resumed"
     shutil.copytree(finished, folder)
     # As if the run had died after its first checkpoint, having logged one step more.
@@ -143,10 +143,10 @@ def test_killed_and_resumed_run_is_bitwise_equal(setting, finished):
     for key, value in weights(folder).items():
         assert torch.equal(value, expected[key]), key
     assert losses(folder) == losses(finished)
-    found, expected = (
+    actual, expected = (
         load_file(next((f / "checkpoints" / "step_00000004").rglob("average.safetensors"))) for f in (folder, finished)
     )
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert all(torch.equal(actual[key], value) for key, value in expected.items())
     assert [p.name for p in sorted((folder / "checkpoints").glob("step_*"))] == ["step_00000002", "step_00000004"]
 
 

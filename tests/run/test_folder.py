@@ -88,7 +88,7 @@ def checkpoint(folder, step):
     return path
 
 
-def written(folder, name, text):
+def write(folder, name, text):
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)
 
@@ -97,7 +97,7 @@ def written(folder, name, text):
 def test_trained_run_without_usable_checkpoint_is_refused(tmp_path, name):
     """Whether its only checkpoint is gone, or damaged."""
     newest = checkpoint(tmp_path, 20)
-    written(tmp_path, "last_checkpoint.json", '{"step": 20, "attempt": 0}')
+    write(tmp_path, "last_checkpoint.json", '{"step": 20, "attempt": 0}')
     assert checkpoint_to_resume(tmp_path) == newest
     remove(newest / name)
     with pytest.raises(ValueError, match=r"no checkpoint that can be used, but that of step 20 was.*copy a checkpoint"):
@@ -105,14 +105,14 @@ def test_trained_run_without_usable_checkpoint_is_refused(tmp_path, name):
     newest = checkpoint(tmp_path, 4)
     assert checkpoint_to_resume(tmp_path) == newest
     (newest / "state.json").write_text('{"format": 2}')
-    written(tmp_path, "last_checkpoint.json", '{"step": 4, "attempt": 0}')
+    write(tmp_path, "last_checkpoint.json", '{"step": 4, "attempt": 0}')
     with pytest.raises(ValueError, match=r"step 4 was .*format 2, .*finish the run with the version that began it"):
         checkpoint_to_resume(tmp_path)
 
 
 def test_run_without_checkpoint_restarts_at_step_0(tmp_path):
     start_attempt(tmp_path, 0, 2)
-    written(tmp_path, "metrics.jsonl", '{"step": 3}\n')
+    write(tmp_path, "metrics.jsonl", '{"step": 3}\n')
     write_pieces(tmp_path / "checkpoints" / "step_00000005", {})
     (tmp_path / "pretrained_model").mkdir()
     assert checkpoint_to_resume(tmp_path) is None
@@ -122,7 +122,7 @@ def test_run_without_checkpoint_restarts_at_step_0(tmp_path):
 
 def test_checkpoint_of_superseded_attempt_is_ignored(tmp_path):
     """A process that was thought dead wrote its checkpoint when the next attempt had begun at step 0."""
-    written(tmp_path, "last_checkpoint.json", '{"step": 5, "attempt": 0}')
+    write(tmp_path, "last_checkpoint.json", '{"step": 5, "attempt": 0}')
     for _ in range(2):
         start_attempt(tmp_path, 0, 1)
     assert checkpoint_to_resume(tmp_path) is None
@@ -132,8 +132,8 @@ def test_resumption_names_its_step_and_lost_steps(tmp_path, caplog):
     start_attempt(tmp_path, 0, 2)
     checkpoint(tmp_path, 10)
     newest = checkpoint(tmp_path, 20)
-    written(tmp_path, "last_checkpoint.json", '{"step": 20, "attempt": 0}')
-    written(tmp_path, "metrics.jsonl", '{"step": 20}\n')
+    write(tmp_path, "last_checkpoint.json", '{"step": 20, "attempt": 0}')
+    write(tmp_path, "metrics.jsonl", '{"step": 20}\n')
     assert resumption(tmp_path) == "from step 20" and not caplog.text
     (newest / "state.json").write_text("{")
     assert resumption(tmp_path) == (
@@ -144,13 +144,13 @@ def test_resumption_names_its_step_and_lost_steps(tmp_path, caplog):
 
 
 def test_refused_run_removes_parent_folders_it_created(tmp_path):
-    (tmp_path / "there").mkdir()
-    with pytest.raises(KeyError), claim_folder(Config(output_dir=str(tmp_path / "there" / "a" / "b"))):
+    (tmp_path / "parent").mkdir()
+    with pytest.raises(KeyError), claim_folder(Config(output_dir=str(tmp_path / "parent" / "a" / "b"))):
         raise KeyError
-    assert list(tmp_path.iterdir()) == [tmp_path / "there"] and not any((tmp_path / "there").iterdir())
-    with pytest.raises(KeyError), claim_folder(Config(output_dir=str(tmp_path / "there"))):
+    assert list(tmp_path.iterdir()) == [tmp_path / "parent"] and not any((tmp_path / "parent").iterdir())
+    with pytest.raises(KeyError), claim_folder(Config(output_dir=str(tmp_path / "parent"))):
         raise KeyError
-    assert list(tmp_path.iterdir()) == [tmp_path / "there"] and not any((tmp_path / "there").iterdir())
+    assert list(tmp_path.iterdir()) == [tmp_path / "parent"] and not any((tmp_path / "parent").iterdir())
 
 
 def test_leftover_storage_probe_does_not_occupy_a_folder(tmp_path):
@@ -169,7 +169,7 @@ def test_refused_bucket_folder_is_not_downloaded(bucket_url):
 def test_demo_refuses_to_empty_a_folder_with_inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / PRESETS["demo"]["output_dir"]
-    written(folder, "pretrained_model/config.json", "{}")
+    write(folder, "pretrained_model/config.json", "{}")
     demo = Config(preset="demo", output_dir=str(folder))
     check_folder(demo)
     with pytest.raises(FileExistsError, match=r"empties this folder, and policy_path=.*pretrained_model is in it"):
@@ -177,7 +177,7 @@ def test_demo_refuses_to_empty_a_folder_with_inputs(tmp_path, monkeypatch):
     mixture = DatasetOptions(mixture={"/elsewhere": 1.0, str(folder / "rollouts"): {"weight": 1.0}})
     with pytest.raises(FileExistsError, match=r"empties this folder, and dataset.mixture=.*rollouts is in it"):
         check_folder(replace(demo, dataset=mixture))
-    written(folder, "config.json", "{}")
+    write(folder, "config.json", "{}")
     for other in (GrpoConfig(preset="demo"), ValueConfig(preset="demo")):
         with pytest.raises(FileExistsError, match="is not empty: --resume goes on with the run it holds"):
             check_folder(replace(other, output_dir=str(folder)))
