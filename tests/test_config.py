@@ -179,7 +179,6 @@ TWO_ROBOTS = '{"/a": {"robot": "x"}, "/b": {"robot": "y"}}'
         (parse_grpo, GRPO[1:], "which policy[?] .* trained by imitation"),
         (parse_grpo, [GRPO[0], GRPO[2], "--env.task=a"], "in which environment"),
         (parse_grpo, [*GRPO, "--grpo.gamma=0.9"], "=0.9 does nothing without --grpo.method=ppo: give both, or neither"),
-        (parse_grpo, [*GRPO, "--grpo.method=filtered", "--grpo.clip_low=0.1"], "imitation has no probability ratio"),
         (
             parse_value,
             [*DATA, "--value.backbone_lr=1e-4"],

@@ -14,7 +14,6 @@ Reward = Literal["success", "return"]
 # Prefix of the critic's parameters in a checkpoint; the critic is not part of the policy.
 CRITIC = "critic."
 PPO = "grpo.method=ppo"
-UNCLIPPED = {"grpo.method=filtered": "imitation has no probability ratio; leave it out"}
 
 
 @dataclass
@@ -60,10 +59,8 @@ class GrpoOptions:
         "of GPUs have 2048.",
         min=1,
     )
-    clip_low: float = option(
-        0.2, "Lower bound of the probability ratio: 1 - clip_low.", above=0, below=1, conflicts=UNCLIPPED
-    )
-    clip_high: float = option(0.2, "Upper bound of the probability ratio: 1 + clip_high.", above=0, conflicts=UNCLIPPED)
+    clip_low: float = option(0.2, "grpo, ppo: lower bound of the probability ratio, 1 - clip_low.", above=0, below=1)
+    clip_high: float = option(0.2, "grpo, ppo: upper bound of the probability ratio, 1 + clip_high.", above=0)
     dual_clip: float | None = option(
         3.0, "Bound of the loss for negative advantages (dual clip). null: no bound.", above=0
     )
