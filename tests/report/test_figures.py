@@ -1,4 +1,4 @@
-"""Figures as a page and a notebook use them."""
+"""Figures of the page and the notebook, as matplotlib drew them."""
 
 import re
 

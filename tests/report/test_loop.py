@@ -1,4 +1,4 @@
-"""The closed loop on a run's page: the numbers and pictures are the evaluation's, and what is not there is said."""
+"""Closed-loop results on a run's page against evaluation.json and evaluations.jsonl."""
 
 import base64
 import json
@@ -22,7 +22,6 @@ WEBP = b"RIFF\x1a\x00\x00\x00WEBPVP8L\r\x00\x00\x00/\x00\x00\x00\x10\x07\x10\x11
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run's folder with nothing in it but what it ended with."""
     film = {"instruction": HOSTILE, "seed": 1003, "steps": 14, "problem": None}
     score = {"label": "trained", "successes": 57, "episodes": 60, "interval": [0.863, 0.983], "errors": 2}
     score |= {"successes_at_end": 54, "interval_at_end": [0.8, 0.95], "scenes": 30, "went_where_told": 59}
@@ -54,7 +53,7 @@ def test_page_shows_scores_and_films_of_evaluation(folder):
 
 
 def test_symlinked_film_is_not_embedded(folder, tmp_path):
-    """What it leads to may be private, and pages are given to others."""
+    """The target may be private."""
     (folder / "secret").write_bytes(WEBP + b"private")
     (folder / "films/a.webp").unlink()
     (folder / "films/a.webp").symlink_to(folder / "secret")
@@ -76,8 +75,8 @@ def test_success_table_orders_checkpoints_and_marks_unplayed_tasks(folder):
 
 
 def test_grpo_page_shows_held_out_success_by_step(tmp_path):
-    """A run without datasets says nothing of any."""
     write_json(tmp_path / "config.json", GrpoConfig(env_type="two_bins").to_json())
+    assert "Nothing has been logged yet" in check_page(write_report(tmp_path).read_text()).text
     write_json(tmp_path / "run.json", {"steps": 3, "plan": HOSTILE, "datasets": []})
     lines = [{"step": 0, "play_s": 1.5}]
     lines += [{"step": step, "loss": 0.5, "success": 0.1 * step, "play_s": 2.5, "kl": None} for step in (1, 2, 3)]
@@ -98,13 +97,8 @@ def test_grpo_page_shows_held_out_success_by_step(tmp_path):
     assert " ".join(rows) in shown.text and "All 3 steps done." in shown.text
     assert "after learning 19 20 95.0% 76.4% to 99.1% 50.0% 30.0% to 70.0%" in shown.text
     assert "success in the loop 95% success in the loop at the end 50%" in shown.text
-    said = [svg["aria-label"] for svg in shown.all("svg")]
-    assert "success over steps: from 0.1 to 0.3, lowest 0.1" in said
-    assert not any(label.startswith("held_out_interval") for label in said)
-    assert "Success in the loop over steps: from 25% to 100%, at most 100%" in said
+    labels = [svg["aria-label"] for svg in shown.all("svg")]
+    assert "success over steps: from 0.1 to 0.3, lowest 0.1" in labels
+    assert not any(label.startswith("held_out_interval") for label in labels)
+    assert "Success in the loop over steps: from 25% to 100%, at most 100%" in labels
     assert "kl: not measured in this run." in shown.text and "ataset" not in shown.text.partition("Configuration")[0]
-
-
-def test_grpo_page_without_metrics(tmp_path):
-    write_json(tmp_path / "config.json", GrpoConfig(env_type="two_bins").to_json())
-    assert "Nothing has been logged yet" in check_page(write_report(tmp_path).read_text()).text

@@ -1,7 +1,4 @@
-"""Every number and curve of a run's report against a plain computation of it, from made-up files of a run's folder.
-
-A key figure, a chart or a table of numbers without a computation here fails the test. Datasets have their own tests.
-"""
+"""Every number and curve of a run's report against a plain computation from its files."""
 
 import json
 
@@ -69,7 +66,7 @@ def g(value, digits=4):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """What the page shows: the template's values, the figures by what is said of them, and the text."""
+    """Return the template values, the figures by label, and the text of the page."""
     folder = tmp_path_factory.mktemp("numbers")
     scaling = {"num_workers": WORKERS, "use_gpu": True}
     config = {"batch_size": 4, "grad_accum": 2, "scaling": scaling, "steps": 60}
@@ -93,7 +90,7 @@ def report(tmp_path_factory):
 
 
 def totals():
-    """Seconds in steps and waiting: each line's are means of the steps since the line before."""
+    """Return seconds in steps and waiting; each line has means since the line before."""
     seconds = waited = before = 0
     for line in LINES:
         seconds += (line["step"] - before) * line["step_s"]
@@ -161,8 +158,8 @@ def test_every_log_key_has_chart(report):
         for line, (name, values) in zip(lines, expected.items(), strict=True):
             assert line.get_label() == name
             np.testing.assert_allclose(line.get_xydata(), values, rtol=1e-12)
-            seen = [value for _, value in values if np.isfinite(value)]
-            assert f"from {g(seen[0])} to {g(seen[-1])}, lowest {g(min(seen))}" in label
+            finite = [value for _, value in values if np.isfinite(value)]
+            assert f"from {g(finite[0])} to {g(finite[-1])}, lowest {g(min(finite))}" in label
         assert [mark.get_xdata()[0] for mark in marks] == [17]  # where the run went on
 
 
@@ -181,7 +178,7 @@ def test_list_metric_is_drawn_at_first_and_last_step(report):
 def test_held_out_errors_match_evaluation(report):
     shown, drawn, _ = report
     assert [robot for robot, _ in shown["held_out"]] == list(ROBOTS)
-    for robot, found in shown["held_out"]:
+    for robot, section in shown["held_out"]:
         trained, untrained = EVALUATION["robots"][robot]["trained"], EVALUATION["robots"][robot]["untrained"]
         baseline, names = trained["mean_action"]["mse"], [f"{robot}_{i}_rad" for i in range(ROBOTS[robot])]
         mses = {"mean action": baseline, "before training": untrained["policy"]["mse"]}
@@ -189,8 +186,8 @@ def test_held_out_errors_match_evaluation(report):
         mses |= {"trained, with another instruction": trained["other_instruction"]["mse"]}
         by_task = {task: (of["frames"], of["policy"]["mse"]) for task, of in trained["by_task"].items()}
         worst = max(mse for _, mse in by_task.values())
-        chunks = found.pop("chunks")
-        assert found == {
+        chunks = section.pop("chunks")
+        assert section == {
             "frames": 18,
             "errors": [(name, g(mse), g(mse / baseline, 3)) for name, mse in mses.items()],
             "by_task": [
@@ -215,13 +212,13 @@ def test_held_out_errors_match_evaluation(report):
 
 def test_closed_loop_tables_match_evaluations(report):
     shown, drawn, _ = report
-    found = dict(shown["closed_loop"])
+    section = dict(shown["closed_loop"])
     (axes,) = drawn["Success in the loop over steps: from 25% to 45%, at most 45%"]
     np.testing.assert_allclose(axes.lines[0].get_xydata(), [[10, 25], [31, 45]])
     (bars,) = axes.collections
     ends = [[[10, 12.5], [10, 65]], [[31, 22.5], [31, 85]]]  # n / 40 and (n + 8) / 20
     np.testing.assert_allclose(bars.get_segments(), ends)
-    assert found.pop("chart") and found == {
+    assert section.pop("chart") and section == {
         "over_steps": [
             ["step 10", "5", "20", "25.0%", "12.5% to 65.0%", "20.0%", "6.2% to 50.0%", ""],
             ["step 31", "9", "18", "50.0%", "22.5% to 85.0%", "44.4%", "11.2% to 90.0%", "2 more ended in an error"],
@@ -241,7 +238,7 @@ def test_closed_loop_tables_match_evaluations(report):
 def test_page_has_no_untested_numbers(report):
     shown, drawn, _ = report
     compared = {"key_figures", "facts", "charts", "held_out", "closed_loop"}
-    others = {"title", "subtitle", "written", "missing", "held_out_expected", "attempts", "skipped", "looks", "plan"}
-    others |= {"config", "values", "has_datasets", "has_held_out"}
-    assert shown.keys() == compared | others and shown["values"] is None
+    untested = {"title", "subtitle", "written", "missing", "held_out_expected", "attempts", "skipped", "looks", "plan"}
+    untested |= {"config", "values", "has_datasets", "has_held_out"}
+    assert shown.keys() == compared | untested and shown["values"] is None
     assert shown["subtitle"] == "Step 47 of 60." and len(drawn) == len(CHARTS) + 1 + len(ROBOTS) + 1

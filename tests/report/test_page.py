@@ -1,4 +1,4 @@
-"""The report of a run: the numbers in it are the run's, whatever is missing is said, and a browser shows it."""
+"""The report of a run: content, updates during the run, and rendering in Chromium."""
 
 import base64
 import contextlib
@@ -42,7 +42,7 @@ LOG_FREQ, STEPS, ACTIONS = 5, 60, 3
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of a run that failed twice, written by the code that writes a run's folder."""
+    """Return the folder of a run that failed twice."""
     folder = tmp_path_factory.mktemp("report")
     root = make_dataset(
         folder / "data",
@@ -92,13 +92,12 @@ def folder(finished, tmp_path):
 
 
 def read(folder, looks=()):
-    """The report; without the dataset half, which is the same in every test and takes a second."""
+    """Write and read the report, by default without its slow dataset part."""
     return check_page(write_report(folder, looks).read_text())
 
 
 @pytest.fixture(scope="module")
 def page(finished):
-    """The whole report of the run."""
     return check_page(write_report(finished).read_text())
 
 
@@ -164,20 +163,20 @@ def test_page_survives_nan_loss_partial_line_and_missing_dataset(folder):
 
 
 def test_report_is_written_at_start_checkpoints_and_end(folder, monkeypatch):
-    written, again = [], threading.Event()
+    written, written_again = [], threading.Event()
 
     def write(folder, looks):
         written.append(sorted(path.name for path in folder.glob("checkpoints/*")))
-        again.set()
+        written_again.set()
 
     monkeypatch.setattr(report, "POLL_S", 0.01)
     monkeypatch.setattr(report, "write_report", write)
     with pytest.raises(RuntimeError, match="worker"), keep_report(folder):
-        assert again.wait(60)
-        again.clear()
+        assert written_again.wait(60)
+        written_again.clear()
         (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
         (folder / "checkpoints" / "step_00000010" / "state.json").touch()
-        assert again.wait(60)
+        assert written_again.wait(60)
         raise RuntimeError("a worker died")
     assert written == [[], ["step_00000010"], ["step_00000010"]]
 
@@ -199,12 +198,12 @@ def test_report_failure_is_only_warning(folder, monkeypatch, caplog):
 
 def test_report_is_replaced_atomically(folder, monkeypatch):
     before = write_report(folder, []).read_text()
-    replace, seen = files.os.replace, []
+    replace, pages = files.os.replace, []
     monkeypatch.setattr(
-        files.os, "replace", lambda a, b: (seen.append((folder / "report.html").read_text()), replace(a, b))
+        files.os, "replace", lambda a, b: (pages.append((folder / "report.html").read_text()), replace(a, b))
     )
     (folder / "metrics.jsonl").unlink()
-    assert write_report(folder, []).read_text() != before and seen == [before]
+    assert write_report(folder, []).read_text() != before and pages == [before]
     assert [path.name for path in folder.glob(".*")] == []
 
 
@@ -217,8 +216,6 @@ def test_report_command_rewrites_page(folder, tmp_path, capsys):
         assert report.main(["s3://nowhere/run"]) == 2
     assert "there is no s3://nowhere" in capsys.readouterr().err
 
-
-# ---- in a browser -----------------------------------------------------------------------------------------------
 
 # Shows a page in a frame as wide as a screen (a window is never narrower than 500), and writes what is seen of it.
 PROBE = """<!doctype html><iframe style="width: WIDTHpx; height: 900px; border: 0"></iframe><script>
@@ -244,7 +241,7 @@ frame.srcdoc = PAGE;
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    """`browser(html, *flags)`: the document after it ran, and what the console said."""
+    """Return a function that loads a page and returns its document and console lines."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("needs Chromium: apt-get install chromium")
@@ -275,15 +272,15 @@ class Heard(Handler):
 
 @pytest.mark.parametrize("protected", [pytest.param(False, marks=pytest.mark.gate), True])
 def test_content_security_policy_blocks_injected_markup(browser, folder, tmp_path, protected):
-    """As if a name had not been escaped: without the page's policy all of it works."""
+    """Without the policy, all of the markup takes effect."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Heard)
     server.paths = []
-    with serving(server) as there:
+    with serving(server) as url:
         planted = (
-            f"<style>@import '{there}/import'; body {{ background: #123456 !important }}</style>"
-            f"<img src={there}/img alt=x><link rel=stylesheet href={there}/sheet><iframe src={there}/frame></iframe>"
-            f"<script src={there}/script></script><script>document.body.style.color = '#654321'</script>"
-            f"<img src=data:x onerror=\"fetch('{there}/handler')\" alt=x><p style='background: url({there}/url)'>x</p>"
+            f"<style>@import '{url}/import'; body {{ background: #123456 !important }}</style>"
+            f"<img src={url}/img alt=x><link rel=stylesheet href={url}/sheet><iframe src={url}/frame></iframe>"
+            f"<script src={url}/script></script><script>document.body.style.color = '#654321'</script>"
+            f"<img src=data:x onerror=\"fetch('{url}/handler')\" alt=x><p style='background: url({url}/url)'>x</p>"
         )
         page = re.sub("(<main [^>]*>)", lambda main: main[1] + planted, write_report(folder, []).read_text())
         if not protected:
@@ -307,18 +304,18 @@ def luminance(colour):
 @pytest.mark.gate
 @pytest.mark.parametrize(("width", "is_light"), [(1280, True), (390, False)])
 def test_browser_renders_page_legibly(browser, folder, tmp_path, width, is_light):
-    """On a wide light screen and a narrow dark one: all of it fits, can be read, and is reached by the keyboard."""
+    """On wide light and narrow dark screens: fit, contrast and keyboard access."""
     shown, probe = json.dumps(write_report(folder).read_text()).replace("<", "\\u003c"), tmp_path / "probe.html"
     probe.write_text(PROBE.replace("WIDTH", str(width)).replace("PAGE", shown))
     flags = f"--blink-settings=preferredColorScheme={int(is_light)}", "--window-size=1400,900"
     document, console = browser(probe, *flags)
-    seen = json.loads(html.unescape(document.split("SEEN")[1]))
-    assert console == [] and seen["overflow"] <= 0 and len(seen["svgs"]) >= 8
-    assert all(w >= min(300, width - 80) and h >= 80 and right <= width for w, h, right in seen["svgs"])
-    assert len(seen["sizes"]) > 50 and min(seen["sizes"]) >= 9
-    assert seen["images"] == [64] * dataset_look.MOMENTS
-    assert seen["unreachable"] == [] and seen["outline"] == "solid"
-    paper = luminance(seen["paper"])
+    rendered = json.loads(html.unescape(document.split("SEEN")[1]))
+    assert console == [] and rendered["overflow"] <= 0 and len(rendered["svgs"]) >= 8
+    assert all(w >= min(300, width - 80) and h >= 80 and right <= width for w, h, right in rendered["svgs"])
+    assert len(rendered["sizes"]) > 50 and min(rendered["sizes"]) >= 9
+    assert rendered["images"] == [64] * dataset_look.MOMENTS
+    assert rendered["unreachable"] == [] and rendered["outline"] == "solid"
+    paper = luminance(rendered["paper"])
     assert paper > 0.9 if is_light else paper < 0.02
-    for ink in map(luminance, seen["inks"]):
+    for ink in map(luminance, rendered["inks"]):
         assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) >= 4.5  # WCAG 2.2, 1.4.3

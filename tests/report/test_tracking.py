@@ -1,4 +1,4 @@
-"""What reaches a tracker of a run that fails, goes on, and ends; read back with the trackers' own code."""
+"""Tracked curves of a run that fails and resumes, read back with the trackers' own code."""
 
 import json
 import logging
@@ -40,7 +40,6 @@ ERRORS = {"eval_mse/mean_action": 2.0, "eval_mse/before_training": 3.0, "eval_ms
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run's folder at its start."""
     folder = tmp_path / "run7"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(Config(lr=2.5e-5, steps=50, track_project="robots").to_json()))
@@ -49,7 +48,7 @@ def folder(tmp_path):
 
 @pytest.fixture(autouse=True)
 def seconds(monkeypatch):
-    """The seconds between two of TensorBoard's files, which their names tell, pass at once."""
+    """Skip the waiting between TensorBoard's files, which are named by the second."""
     now_s = [time.time()]
     clock = SimpleNamespace(time=lambda: now_s[0], sleep=lambda _: now_s.append(now_s.pop() + 1))
     for module in (tracking, event_file_writer):
@@ -57,17 +56,17 @@ def seconds(monkeypatch):
 
 
 def logged(folder, *steps, attempt=0):
-    """What `MetricsLines` adds: a line for each of the steps. The loss tells the step and the attempt."""
+    """Add lines as `MetricsLines` does; the loss encodes step and attempt."""
     for step in steps:
         line = {"step": step, "lr": 0.5, "loss": step + attempt / 4, "mfu": None, "data_wait_s": 0.0}
         append_line(folder / "metrics.jsonl", json.dumps(line))
 
 
 def resumed(folder, step):
-    """What `MetricsLines` does when a worker group starts: lines past the checkpoint are void."""
+    """Drop lines past the checkpoint, as `MetricsLines` does at a restart."""
     path = folder / "metrics.jsonl"
-    kept = [line for line in read_lines(path) if json.loads(line)["step"] <= step]
-    write_whole(path, "".join(line + "\n" for line in kept))
+    lines = [line for line in read_lines(path) if json.loads(line)["step"] <= step]
+    write_whole(path, "".join(line + "\n" for line in lines))
 
 
 def a_whole_run(folder, name):
@@ -106,13 +105,10 @@ def resumed_to_the_end(folder, name):
 LOSSES = [(10, 10.0), (20, 20.0), (30, 30.25), (40, 40.5), (50, 50.5)]
 
 
-def said(folder):
-    """metrics.jsonl's own curve, which every tracker must show."""
+def logged_losses(folder):
+    """Return (step, loss) of metrics.jsonl."""
     lines = map(json.loads, read_lines(folder / "metrics.jsonl"))
     return [(line["step"], line["loss"]) for line in lines]
-
-
-# ---- TensorBoard ---------------------------------------------------------------------------------------------------
 
 
 def events(folder):
@@ -128,7 +124,7 @@ def scalars(folder, key="train/loss"):
 
 def test_tensorboard_matches_metrics_jsonl(folder):
     a_whole_run(folder, "tensorboard")
-    assert scalars(folder) == LOSSES == said(folder)
+    assert scalars(folder) == LOSSES == logged_losses(folder)
     read = events(folder)
     assert set(read.Tags()["scalars"]) == {"train/loss", "train/lr", "train/data_wait_s", *ERRORS}
     assert {key: [(e.step, e.value) for e in read.Scalars(key)] for key in ERRORS} == {
@@ -139,7 +135,6 @@ def test_tensorboard_matches_metrics_jsonl(folder):
 
 
 def test_tensorboard_has_curves_by_robot_not_by_task(folder):
-    """The instruction of a task is sent to nobody; nor are errors of an earlier end those of an extended run."""
     nested = {"loss_by_robot": {"a": 1.0, "b": None}, "eval_loss_by_task": {"pick it up": 1.0}}
     append_line(folder / "metrics.jsonl", json.dumps({"step": 50, "loss": 2.0, **nested}))
     write_json(folder / "evaluation.json", EVALUATION)
@@ -152,15 +147,12 @@ def test_tensorboard_has_curves_by_robot_not_by_task(folder):
 def test_partial_metrics_line_is_logged_once_complete(folder):
     follower = Follower(folder, "tensorboard", PROJECT)
     logged(folder, 10)
-    whole = (folder / "metrics.jsonl").read_text()
-    for part in ("", whole[:9], whole, "", whole):
+    complete = (folder / "metrics.jsonl").read_text()
+    for part in ("", complete[:9], complete, "", complete):
         (folder / "metrics.jsonl").write_text(part)
         follower.log_new()
     follower.finish()
     assert scalars(folder) == [(10, 10.0)]
-
-
-# ---- trackers that keep what they are given ------------------------------------------------------------------------
 
 
 # A process of its own for each: they read the environment when they are imported, and leave threads behind.
@@ -244,22 +236,24 @@ def read_after(part, folder, name, **environment):
 @pytest.mark.parametrize("in_bucket", [False, pytest.param(True, marks=pytest.mark.gate)])
 @pytest.mark.parametrize("name", READ_BACK)
 def test_trackers_match_metrics_jsonl(folder, tmp_path, monkeypatch, name, in_bucket):
-    """In one run, offline, though its first machine is gone; of a step that was logged twice the last point counts."""
+    """The last point of a step counts, in one offline run across two machines."""
     if name != "trackio":  # which is among the requirements
         pytest.importorskip(name, reason=f"pip install {PACKAGES.get(name, name)}")
     if in_bucket:
         monkeypatch.delenv("TRACKIO_DIR", raising=False)
         with runs_bucket():
-            Bucket(there := f"s3://runs/{name}/run7").write("config.json", (folder / "config.json").read_bytes())
+            Bucket(bucket_folder := f"s3://runs/{name}/run7").write(
+                "config.json", (folder / "config.json").read_bytes()
+            )
             for part in ("until_it_stops", "resumed_to_the_end"):
                 (machine := tmp_path / part).mkdir()
-                points, lr, revision = read_after(part, there, name, TMPDIR=str(machine))
+                points, lr, revision = read_after(part, bucket_folder, name, TMPDIR=str(machine))
                 shutil.rmtree(machine)
     else:
         directory = str(tmp_path / "trackio")
         part = "a_whole_run_after_one_without_lines" if name == "trackio" else "a_whole_run"
         points, lr, revision = read_after(part, folder, name, TRACKIO_DIR=directory)
-        assert said(folder) == LOSSES
+        assert logged_losses(folder) == LOSSES
     losses = {step: value for step, key, value in points if key == "train/loss"}
     assert list(losses.items()) == LOSSES
     errors = [(step, key, value) for step, key, value in points if key.startswith("eval")]
@@ -268,55 +262,53 @@ def test_trackers_match_metrics_jsonl(folder, tmp_path, monkeypatch, name, in_bu
 
 
 def test_tracked_run_in_bucket_is_resumed_elsewhere(folder, tmp_path, monkeypatch):
-    """It goes on with the tracker's run, though the machine where that was begun is gone."""
     monkeypatch.setenv("TRACKIO_DIR", "")
     monkeypatch.delenv("TRACKIO_DIR")
     with runs_bucket():
-        there = "s3://runs/elsewhere/run7"
-        Bucket(there).write("config.json", (folder / "config.json").read_bytes())
+        bucket_folder = "s3://runs/elsewhere/run7"
+        Bucket(bucket_folder).write("config.json", (folder / "config.json").read_bytes())
         for machine, part in (("one", until_it_stops), ("two", resumed_to_the_end)):
             forget()
             (tmp_path / machine).mkdir()
             monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path / machine))
-            with synced(as_path(there)) as copy:
+            with synced(as_path(bucket_folder)) as copy:
                 part(copy, "tensorboard")
             assert os.environ.pop("TRACKIO_DIR") == str(copy / "trackio")  # so that Trackio's runs travel too
             tracking.time.sleep(1)  # machines are not changed within a second
-        with fetched(copy) as whole:
-            assert scalars(whole) == LOSSES == said(copy)
+        with fetched(copy) as downloaded:
+            assert scalars(downloaded) == LOSSES == logged_losses(copy)
 
 
 def test_tracker_data_reaches_bucket_before_tracking_json(folder, tmp_path, monkeypatch):
-    """Else a driver that is killed in between would leave a hole."""
     monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
     with runs_bucket() as faults:
         forget()
-        there = as_path("s3://runs/killed/run7")
-        (there / "config.json").write_text((folder / "config.json").read_text())
-        follower = Follower(there, "tensorboard", PROJECT)
-        logged(there, 10, 20)
+        run_folder = as_path("s3://runs/killed/run7")
+        (run_folder / "config.json").write_text((folder / "config.json").read_text())
+        follower = Follower(run_folder, "tensorboard", PROJECT)
+        logged(run_folder, 10, 20)
         follower.log_new()
         follower._tracker.close()
         faults.choose = lambda request: "403" if "tracking.json" in request.url else None
         with pytest.raises(StorageError):
-            push(there)
+            push(run_folder)
         faults.choose = lambda request: None
         forget()  # the driver was killed
-        with synced(as_path("s3://runs/killed/run7")) as there:
-            Follower(there, "tensorboard", PROJECT).finish()
-        with fetched(there) as whole:
-            assert scalars(whole) == [(10, 10.0), (20, 20.0)]
+        with synced(as_path("s3://runs/killed/run7")) as run_folder:
+            Follower(run_folder, "tensorboard", PROJECT).finish()
+        with fetched(run_folder) as downloaded:
+            assert scalars(downloaded) == [(10, 10.0), (20, 20.0)]
 
 
-class Kept:
-    """A tracker that keeps what it is given, and fails on request."""
+class FakeTracker:
+    """A tracker that records points, and fails on request."""
 
     run_id = "one"
 
     def __init__(self, folder, project, *_):
         self.project, self.points, self.failing, self.closed = project, [], False, False
         self.arrived = threading.Event()
-        Kept.last = self
+        FakeTracker.last = self
 
     def log(self, values, step):
         if self.failing:
@@ -329,36 +321,32 @@ class Kept:
 
 
 @pytest.fixture
-def kept(monkeypatch):
-    monkeypatch.setitem(tracking.TRACKERS, "wandb", Kept)
+def fake_tracker(monkeypatch):
+    monkeypatch.setitem(tracking.TRACKERS, "wandb", FakeTracker)
     monkeypatch.setattr(tracking, "require_tracker", lambda name: None)
 
 
-def test_steps_retrained_without_tracker_are_sent_again(folder, kept):
-    """Which of its steps were trained again is not known."""
+def test_steps_retrained_without_tracker_are_sent_again(folder, fake_tracker):
     logged(folder, 10, 20)
     Follower(folder, "wandb", PROJECT).finish()
     resumed(folder, 10)
     logged(folder, 20, attempt=1)
     Follower(folder, "wandb", PROJECT).finish()
-    assert Kept.last.points == [(10, 10.0), (20, 20.25)]
+    assert FakeTracker.last.points == [(10, 10.0), (20, 20.25)]
 
 
-def test_tracker_failure_is_warning_and_missed_points_are_sent(folder, kept, caplog, monkeypatch):
+def test_tracker_failure_is_warning_and_missed_points_are_sent(folder, fake_tracker, caplog, monkeypatch):
     monkeypatch.setattr(tracking, "POLL_S", 0.01)
     with caplog.at_level(logging.WARNING), track(folder, "wandb", PROJECT):
         logged(folder, 10)
-        assert Kept.last.arrived.wait(60)  # while the run goes on
-        Kept.last.failing = True
+        assert FakeTracker.last.arrived.wait(60)  # while the run goes on
+        FakeTracker.last.failing = True
         logged(folder, 20)
-    assert Kept.last.closed and Kept.last.points == [(10, 10.0)]
-    again = f"no route; `python -m vla_finetuning.report.tracking {folder} --track wandb` sends what is missing"
-    assert caplog.text.count(again) == 1
+    assert FakeTracker.last.closed and FakeTracker.last.points == [(10, 10.0)]
+    remedy = f"no route; `python -m vla_finetuning.report.tracking {folder} --track wandb` sends what is missing"
+    assert caplog.text.count(remedy) == 1
     assert tracking.main([str(folder), "--track=wandb"]) == 0
-    assert Kept.last.points == [(20, 20.0)] and Kept.last.project == "robots"
-
-
-# ---- flags ---------------------------------------------------------------------------------------------------------
+    assert FakeTracker.last.points == [(20, 20.0)] and FakeTracker.last.project == "robots"
 
 
 @pytest.mark.parametrize("name", get_args(TrackerName))
