@@ -1,4 +1,4 @@
-"""The demo dataset, as LeRobot reads it, and the demo's policy. That it takes eyes and ears: tests/test_demo_run.py."""
+"""The demo dataset as LeRobot reads it, and the demo's base policy."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ CHUNK_SIZE = 10  # of the demo's policy: one second of actions
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """The demo as a run gets it, with fewer episodes: dataset root, base folder, and the cache that holds both."""
+    """Return (root, base, cache) of a demo with fewer episodes."""
     cache = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "DEMO_PAIRS", 9)
@@ -55,9 +55,6 @@ def dataset(prepared):
     )
 
 
-# --- shape -----------------------------------------------------------------------------------------------------------
-
-
 def test_demo_dataset_has_varied_cameras_and_lengths(metadata):
     sizes = {key: tuple(metadata.features[key]["shape"]) for key in metadata.video_keys}
     assert len(sizes) == 3 and len(set(sizes.values())) > 1
@@ -81,17 +78,11 @@ def test_data_and_video_files_roll_over_at_different_episodes(metadata):
     assert len(set(starts.values())) > 2, starts
 
 
-# --- on disk ---------------------------------------------------------------------------------------------------------
-
-
 def test_parquet_files_depend_only_on_seed(tmp_path):
     a, b = (make_demo_dataset(tmp_path / name, pairs=2, seed=1) for name in "ab")
     files = [path.relative_to(a) for path in (a / "meta/tasks.parquet", *(a / "data").rglob("*.parquet"))]
     assert len(files) >= 2 and all((a / file).read_bytes() == (b / file).read_bytes() for file in files)
     assert demo_scenes(3, seed=1) != demo_scenes(3, seed=2)
-
-
-# --- base ------------------------------------------------------------------------------------------------------------
 
 
 def test_base_policy_predicts_from_demo_rows(prepared, dataset):
@@ -162,15 +153,14 @@ print(os.SCHED_FIFO in policies())
 
 @pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="only root has this on Linux")
 def test_video_encoder_leaves_no_real_time_threads(tmp_path):
-    """With the control that it makes some: a Ray cluster that inherits that can stand still for ever."""
+    """A Ray cluster that inherits real-time threads can hang; the control makes some."""
     root = Path(demo.__file__).parents[2]
     command = [sys.executable, "-c", ENCODE, str(tmp_path / "video.mp4")]
-    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=600)
-    assert found.stdout.splitlines()[-2:] == [str([os.SCHED_OTHER]), "True"]
+    completed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=600)
+    assert completed.stdout.splitlines()[-2:] == [str([os.SCHED_OTHER]), "True"]
 
 
 def test_disobedient_share_changes_actions_not_instructions(tmp_path):
-    """The instruction stays what it was; nothing else changes."""
     wrong = demo.disobeyed(3, 0.3)
     assert wrong.sum() == round(6 * 0.3)
     rows = LeRobotDataset("demo/demo", root=make_demo_dataset(tmp_path / "disobedient", pairs=3, disobedient=0.3))
@@ -182,16 +172,13 @@ def test_disobedient_share_changes_actions_not_instructions(tmp_path):
         np.testing.assert_allclose(actions[end - 1]["action"], place, atol=1e-4)
 
 
-# --- in a run --------------------------------------------------------------------------------------------------------
-
-
 def test_rehearsal_on_user_dataset_is_not_demo(prepared, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "DEMO_CACHE", prepared[2])
     root = make_dataset(tmp_path / "mine", state_dim=6, action_dim=5, cameras={"observation.images.left": (40, 64)})
     command = ["--preset", "demo", f"--dataset.root={root}", f"--output_dir={tmp_path / 'run'}", "--batch_size=8"]
-    others = resolve(parse_args(command), 0)
-    own = resolve(parse_args(["--preset", "demo", f"--output_dir={tmp_path / 'run'}"]), 0)
-    assert not is_demo(others.config, others.policy) and is_demo(own.config, own.policy)
+    rehearsal = resolve(parse_args(command), 0)
+    demo_run = resolve(parse_args(["--preset", "demo", f"--output_dir={tmp_path / 'run'}"]), 0)
+    assert not is_demo(rehearsal.config, rehearsal.policy) and is_demo(demo_run.config, demo_run.policy)
 
 
 def test_atomic_folder_appears_complete_or_not_at_all(tmp_path):

@@ -1,4 +1,4 @@
-"""Which frames a run trains on and how often: --dataset.skip_idle, --dataset.episode_weights, what was recorded."""
+"""Frames chosen by --dataset.skip_idle and --dataset.episode_weights, counted row by row."""
 
 import json
 from collections import Counter
@@ -34,8 +34,8 @@ CHUNK = 8
 
 def hold(values, episode, frame):
     for number, first, last in HELD:
-        held = (episode == number) & (frame >= first) & (frame <= last)
-        values[held] = values[(episode == number) & (frame == first)]
+        idle = (episode == number) & (frame >= first) & (frame <= last)
+        values[idle] = values[(episode == number) & (frame == first)]
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +60,16 @@ def run_of(setting, *flags, out="out"):
 
 
 def rows_of(run, epoch):
-    """(dataset, episode, frame) of an epoch, and how often."""
+    """Count (dataset, episode, frame) of an epoch."""
     plan = run.rows.source(stream=(0, run.rows.last_row)).plan
     ends = [0, *run.rows.epoch_ends] if run.rows.epoch_ends else run.rows.per_epoch * np.arange(epoch + 2)
-    found = Counter()
+    counts = Counter()
     for window in plan.slices(int(ends[epoch]), int(ends[epoch + 1])):
         part, index = window.rows()
         dataset = plan.episodes.dataset_index[window.episode[part]]
         number = np.searchsorted(START, index, side="right") - 1
-        found.update(zip(dataset.tolist(), number.tolist(), (index - START[number]).tolist(), strict=True))
-    return found
+        counts.update(zip(dataset.tolist(), number.tolist(), (index - START[number]).tolist(), strict=True))
+    return counts
 
 
 def once(left, dataset=0, dropped=0):
@@ -107,7 +107,6 @@ def test_skip_idle_combines_with_other_row_options(setting):
 
 
 def test_skip_idle_rows_match_lerobot_action_chunks(setting):
-    """The rows are LeRobot's, actions beyond the stretch included."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     run = run_of(setting, "--dataset.skip_idle=0.5", "--dataset.image_size=stored")
@@ -128,23 +127,22 @@ def test_skip_idle_rows_match_lerobot_action_chunks(setting):
 
 
 def test_exact_statistics_exclude_idle_frames(setting):
-    """The last ones of an episode among them; in a mixture by what an epoch has of each dataset."""
     exact = ("--dataset.skip_idle=0.5", "--dataset.statistics=exact", "--dataset.drop_n_last_frames=3")
     left = np.concatenate([START[episode] + np.array(frames) for episode, frames in LEFT.items()])
     rows = [all_rows(setting[0] / name, ["action"])["action"][left] for name in ("dataset", "other")]
     run = run_of(setting, *exact)
     assert "over all frames of the training episodes that --dataset.skip_idle leaves" in describe(run)
-    found = with_stats(run).robots[0].stats["action"]
+    quantiles = with_stats(run).robots[0].stats["action"]
     for name, q in (("q01", 0.01), ("q99", 0.99)):
-        np.testing.assert_array_equal(found[name], np.quantile(rows[0], q, axis=0, method="inverted_cdf"))
+        np.testing.assert_array_equal(quantiles[name], np.quantile(rows[0], q, axis=0, method="inverted_cdf"))
     mixture = json.dumps({str(setting[0] / "dataset"): 1, str(setting[0] / "other"): 3})
     mixed = run_of(setting, *exact, f"--dataset.mixture={mixture}")
-    found = with_stats(mixed).robots[0].stats["action"]
+    quantiles = with_stats(mixed).robots[0].stats["action"]
     weights = np.repeat(np.array(mixed.rows.identity["rows_per_source"]) / len(left), len(left))
     both = np.concatenate(rows)
     for name, q in (("q01", 0.01), ("q99", 0.99)):
         expected = [np.quantile(column, q, weights=weights, method="inverted_cdf") for column in both.T]
-        np.testing.assert_array_equal(found[name], expected)
+        np.testing.assert_array_equal(quantiles[name], expected)
 
 
 def test_episode_weights_set_row_counts_per_epoch(setting):
@@ -152,19 +150,19 @@ def test_episode_weights_set_row_counts_per_epoch(setting):
     run = run_of(setting, weights, "--steps=200")
     assert run.config.dataset.episode_weights == weights.partition("=")[2]
     assert run.rows.train_episodes[0].tolist() == [0, 1, 2, 4] and run.rows.per_epoch == 10 + 30 + 16 + 14
-    seen = Counter()
+    total = Counter()
     for epoch in range(10):
-        seen += rows_of(run, epoch)
+        total += rows_of(run, epoch)
         for episode, weight in ((0, 0.5), (1, 2.5), (2, 1), (4, 1)):
-            counts = {seen[0, episode, frame] for frame in range(EPISODES[episode])}
+            counts = {total[0, episode, frame] for frame in range(EPISODES[episode])}
             assert len(counts) == 1 and abs(counts.pop() - (epoch + 1) * weight) < 1
-    assert {episode for _, episode, _ in seen} == {0, 1, 2, 4}
+    assert {episode for _, episode, _ in total} == {0, 1, 2, 4}
     positions = np.arange(run.rows.last_row)
     starts = np.flatnonzero(np.diff(run.rows.epochs_of(positions))) + 1
     assert starts.tolist() == list(run.rows.epoch_ends[: len(starts)])
     both = run_of(setting, weights, "--dataset.skip_idle=0.5", "--steps=200")
-    seen = sum((rows_of(both, epoch) for epoch in range(2)), Counter())
-    assert seen == Counter({(0, e, f): times for e, times in ((0, 1), (1, 5), (2, 2)) for f in LEFT[e]})
+    total = sum((rows_of(both, epoch) for epoch in range(2)), Counter())
+    assert total == Counter({(0, e, f): times for e, times in ((0, 1), (1, 5), (2, 2)) for f in LEFT[e]})
     plan = describe(both)
     for line in ("1 of weight 0.5, 2 of weight 1, 1 of weight 2.5", "rows on average", "their lengths differ"):
         assert line in plan, plan
@@ -177,10 +175,10 @@ def test_resume_with_changed_episode_weights_is_refused(setting, tmp_path):
     flags = ("--dataset.skip_idle=0.5", f"--dataset.episode_weights=@{path}")
     start = run_of(setting, *flags).job.start
     path.write_text("episode_index,weight\n0,2\n1,0.5\n")
-    again = run_of(setting, *flags).job.start
-    check_resumable(again, again)
+    changed = run_of(setting, *flags).job.start
+    check_resumable(changed, changed)
     with pytest.raises(ValueError, match="the data is not what the run was started with .*episode_weights: was"):
-        check_resumable(start, again)
+        check_resumable(start, changed)
 
 
 def test_skip_idle_without_remaining_frames_is_refused(setting):
@@ -190,7 +188,7 @@ def test_skip_idle_without_remaining_frames_is_refused(setting):
 
 @pytest.fixture
 def recorded(setting, tmp_path):
-    """The folder of a run as if it had trained `steps` of its steps; its flags may be added to."""
+    """Record the rows of a run as if it had trained `steps` steps."""
 
     def record(*flags, steps):
         run = run_of(setting, "--run.record_rows=true", f"--steps={steps}", *flags, out=tmp_path / "run")
@@ -223,14 +221,14 @@ def test_check_rows_finds_lost_doubled_and_unchosen_rows(setting, recorded, caps
     # A row of the first epoch is lost, and another one, of those that come in it, once more in its place.
     path = run.job.output_dir / "rows" / "rank0.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    gone, again = lines[0]["rows"][0], lines[1]["rows"][-1]
-    lines[0]["rows"][0] = again
+    gone, doubled = lines[0]["rows"][0], lines[1]["rows"][-1]
+    lines[0]["rows"][0] = doubled
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     capsys.readouterr()
     assert check_rows.main([str(run.job.output_dir)]) == 1
     first = capsys.readouterr().out.splitlines()[1]
     assert f"1 missing, e.g. (dataset_index, index) [({gone[0]}, {gone[1]})]" in first
-    assert f"1 doubled, e.g. (dataset_index, index) [({again[0]}, {again[1]})]" in first
+    assert f"1 doubled, e.g. (dataset_index, index) [({doubled[0]}, {doubled[1]})]" in first
     # And two that are not among those chosen: one idles, and the other's episode weighs nothing.
     lines[0]["rows"][:2] = [[0, 8], [0, 50]]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,4 +1,4 @@
-"""Labels beside a dataset: written, read, and what does not fit."""
+"""Labels beside a dataset: round trip and mismatches."""
 
 from dataclasses import replace
 
@@ -33,23 +33,18 @@ def test_labels_round_trip_by_episode_and_frame(meta, tmp_path):
     assert {row["dataset"] for row in rows} == {meta.root}
     # In any order of rows.
     pq.write_table(pq.read_table(path).take(np.random.default_rng(1).permutation(9)), path)
-    (found,), digest = read_labels(path, [meta], [np.array([0, 2])])
-    assert found.tolist() == [*positive[:4], False, False, False, *positive[4:]]
-    assert digest != read_labels(_other(path, meta, tmp_path), [meta], [np.array([0, 2])])[1]
-
-
-def _other(path, meta, tmp_path):
-    other = tmp_path / "other.parquet"
-    write_labels(other, [meta], [np.array([0, 2])], {"positive": ~random_labels(9)})
-    return other
+    (labels,), digest = read_labels(path, [meta], [np.array([0, 2])])
+    assert labels.tolist() == [*positive[:4], False, False, False, *positive[4:]]
+    write_labels(path, [meta], [np.array([0, 2])], {"positive": ~positive})
+    assert digest != read_labels(path, [meta], [np.array([0, 2])])[1]
 
 
 def test_labels_of_moved_dataset_are_read_if_only_one(meta, tmp_path):
     path, moved = tmp_path / "labels.parquet", replace(meta, root="/elsewhere")
     everything = np.arange(3)
     write_labels(path, [meta], [everything], {"positive": random_labels(12)})
-    (found,), _ = read_labels(path, [moved], [everything])
-    assert found.tolist() == random_labels(12).tolist()
+    (labels,), _ = read_labels(path, [moved], [everything])
+    assert labels.tolist() == random_labels(12).tolist()
     with pytest.raises(ValueError, match="has labels of .* and none of /elsewhere"):
         read_labels(path, [meta, moved], [everything, everything])
     both = np.concatenate([random_labels(12), random_labels(12, 1)])

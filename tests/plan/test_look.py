@@ -1,4 +1,4 @@
-"""What would end a run after a minute ends its dry run: a look with the run's own reader and limits."""
+"""Dry runs find episodes that would end a run, with the run's own reader."""
 
 import io
 import re
@@ -43,17 +43,15 @@ def root(setting, tmp_path):
 
 @pytest.fixture(scope="module")
 def features(setting):
-    """The features that a run reads."""
     return replace(in_process.resolved(setting).rows.features, image_size=None)
 
 
 def problems_of(root, features):
-    """The problem of each episode that would end a run."""
     return look_at(load_metadata(root), np.arange(5), features).problems
 
 
 def dry_run(setting, root, capsys, *more):
-    """The exit status of a dry run, and what it printed."""
+    """Return the exit status and the output of a dry run."""
     argv = in_process.flags(setting, **{"dataset.root": root, "output_dir": root.parent / "run"})
     status = vla.main([*argv, "--dry_run", *more])
     out, err = capsys.readouterr()
@@ -80,7 +78,7 @@ def video_of(root, episode):
 
 
 def rewrite(path, fps, start=0.0):
-    """The same frames at another rate, from another time on."""
+    """Encode the same frames at another rate and start time."""
     with av.open(str(path)) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     with writing_videos(), av.open(str(path), "w") as container:
@@ -94,7 +92,6 @@ def rewrite(path, fps, start=0.0):
 
 
 def gray(image):
-    """A PNG of one channel."""
     out = io.BytesIO()
     Image.open(io.BytesIO(image["bytes"])).convert("L").save(out, "PNG")
     return {"bytes": out.getvalue(), "path": None}
@@ -137,7 +134,6 @@ def test_look_finds_every_kind_of_broken_episode(root, features):
 
 
 def test_dry_run_proposes_flag_that_excludes_damaged_episode(setting, root, capsys):
-    """The error names it and the flag that goes on without it, which works."""
     damaged_image(root)
     status, printed = dry_run(setting, root, capsys)
     assert status == 2 and "damaged image" in printed and str(root) in printed

@@ -1,4 +1,4 @@
-"""Files of a dataset that are missing, and episodes that are broken: the flags that a run proposes let it go on."""
+"""Missing files and broken episodes: the proposed flags let the run go on."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def lost(meta):
 
 
 def refused(argv, check, error=FileNotFoundError):
-    """The message, and the flags that it proposes."""
+    """Return the message of the error and the flags that it proposes."""
     with pytest.raises(error) as raised:
         check(argv)
     message = str(raised.value)
@@ -52,7 +52,7 @@ def refused(argv, check, error=FileNotFoundError):
 
 
 def checked(argv):
-    """As before anything heavy is imported: of a policy's cameras only those are known that flags name."""
+    """Check before heavy imports, where only flags name the cameras."""
     return examine(parse_args([*argv, f"--dataset.camera_keys={TOP},{WRIST}"]))
 
 
@@ -78,8 +78,8 @@ def test_proposed_exclude_flag_works_if_files_are_missing(setting, root):
 def test_missing_files_in_mixture_name_each_dataset(setting, root):
     argv = in_process.flags(setting, **{"dataset.root": f"{setting[1]},{root}"})
     _, proposed = refused(argv, resolved)
-    whole, holes = resolved([*argv, *proposed]).rows.train_episodes
-    assert whole.tolist() == list(range(6))
+    complete, holes = resolved([*argv, *proposed]).rows.train_episodes
+    assert complete.tolist() == list(range(6))
     assert holes.tolist() == sorted(set(range(6)) - set(lost(load_metadata(root))))
     # Where a member says what it leaves out, the flag that would contradict it is not proposed.
     mixture = {str(setting[1]): {"exclude_episodes": [1]}, str(root): 1}
@@ -91,14 +91,13 @@ def test_missing_files_in_mixture_name_each_dataset(setting, root):
 def test_on_error_skip_covers_missing_files_up_to_max_skipped(setting, root):
     argv = in_process.flags(setting, **{"dataset.root": root, "dataset.on_error": "skip"})
     assert re.search(r"--dataset.max_skipped=0.01 is less than their \d+% of the frames", refused(argv, checked)[0])
-    found = resolved([*argv, "--dataset.max_skipped=0.9"])
+    run = resolved([*argv, "--dataset.max_skipped=0.9"])
     many = len(lost(load_metadata(root)))
-    assert found.rows.train_episodes[0].tolist() == list(range(6))
-    assert f"the rows of {many} episodes are skipped, by --dataset.on_error" in describe(found)
+    assert run.rows.train_episodes[0].tolist() == list(range(6))
+    assert f"the rows of {many} episodes are skipped, by --dataset.on_error" in describe(run)
 
 
 def test_camera_without_any_file_is_refused_by_name(setting, root):
-    """What is skipped is what some episodes lack, not a folder that is somewhere else."""
     shutil.copytree(setting[1] / "data", root / "data", dirs_exist_ok=True)
     shutil.rmtree(root / "videos" / WRIST)
     for more in ({}, {"dataset.on_error": "skip", "dataset.max_skipped": 1}):

@@ -1,4 +1,4 @@
-"""A dataset whose features have other names than LeRobot's trains as if it had those."""
+"""Renamed and joined features against the same dataset with LeRobot's names."""
 
 import json
 import re
@@ -42,23 +42,23 @@ def rename_files(root, names):
     for path in (root / "meta/info.json", root / "meta/stats.json"):
         content = json.loads(path.read_text())
         renamed = content.get("features", content)
-        for name, own in names.items():
-            renamed[own] = renamed.pop(name)
+        for name, stored in names.items():
+            renamed[stored] = renamed.pop(name)
         path.write_text(json.dumps(content))
     for path in [*root.glob("data/*/*.parquet"), *root.glob("meta/episodes/*/*.parquet")]:
         table = pq.read_table(path)
         columns = [names.get(column, column) for column in table.column_names]
-        for name, own in names.items():
-            columns = [column.replace(f"/{name}/", f"/{own}/") for column in columns]
+        for name, stored in names.items():
+            columns = [column.replace(f"/{name}/", f"/{stored}/") for column in columns]
         pq.write_table(table.rename_columns(columns), path)
-    for name, own in names.items():
+    for name, stored in names.items():
         if (root / "videos" / name).exists():
-            (root / "videos" / name).rename(root / "videos" / own)
+            (root / "videos" / name).rename(root / "videos" / stored)
     return root
 
 
 def split_state(root, parts, key="observation.state"):
-    """Store a vector of a v3.0 dataset as several features, by name those of its entries."""
+    """Store a vector of a v3.0 dataset as several features, each with the given entries."""
     for path in (root / "meta/info.json", root / "meta/stats.json"):
         content = json.loads(path.read_text())
         features = content.get("features", content)
@@ -89,45 +89,45 @@ JOINED = {"dataset.state_features": "joint_position,gripper_position"}
 
 @pytest.fixture(scope="module")
 def split(settings):
-    folder, own, base = settings[0][0].parent / "c", settings[0][0].parent / "split", settings[0][2]
-    make_dataset(own, episodes=(6, 5, 4), cameras=CAMERAS)
-    return folder, split_state(own, DROID), base
+    folder, root, base = settings[0][0].parent / "c", settings[0][0].parent / "split", settings[0][2]
+    make_dataset(root, episodes=(6, 5, 4), cameras=CAMERAS)
+    return folder, split_state(root, DROID), base
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    """The same dataset with LeRobot's names and with its own, and a base policy for it."""
+    """Return settings of the same dataset with LeRobot's names and with others."""
     folder = tmp_path_factory.mktemp("names")
-    plain, own = (make_dataset(folder / name, episodes=(6, 5, 4), cameras=CAMERAS) for name in ("plain", "own"))
-    rename_files(own, OWN)
+    plain, renamed = (make_dataset(folder / name, episodes=(6, 5, 4), cameras=CAMERAS) for name in ("plain", "own"))
+    rename_files(renamed, OWN)
     base = make_base(folder / "base", load_metadata(plain), width=32, depth=2, mlp_dim=32, head_dim=8)
-    return (folder / "a", plain, base), (folder / "b", own, base)
+    return (folder / "a", plain, base), (folder / "b", renamed, base)
 
 
 def assert_same_rows(run, other):
-    (expected,), (found,) = (of.rows.source().read_rows(range(15), 15) for of in (run, other))
-    assert found.keys() == expected.keys()
+    (expected,), (actual,) = (of.rows.source().read_rows(range(15), 15) for of in (run, other))
+    assert actual.keys() == expected.keys()
     for key, values in expected.items():
-        np.testing.assert_array_equal(found[key], values)
+        np.testing.assert_array_equal(actual[key], values)
 
 
 def assert_same_statistics(run, other):
-    (expected,), (found,) = run.robots, other.robots
-    assert found.missing_stats == expected.missing_stats and found.stats.keys() == expected.stats.keys()
+    (expected,), (actual,) = run.robots, other.robots
+    assert actual.missing_stats == expected.missing_stats and actual.stats.keys() == expected.stats.keys()
     for key, values in expected.stats.items():
         for name, value in values.items():
-            np.testing.assert_array_equal(found.stats[key][name], value, err_msg=f"{key} {name}")
+            np.testing.assert_array_equal(actual.stats[key][name], value, err_msg=f"{key} {name}")
 
 
 def test_rename_map_yields_same_rows_and_statistics(settings):
     stored = {"dataset.statistics": "stored"}
-    plain, own = (
+    plain, renamed = (
         resolved(setting, **stored, **more) for setting, more in zip(settings, ({}, {"rename_map": MAP}), strict=True)
     )
-    assert_same_rows(plain, own)
-    assert own.robots[0].rename_map == {}
-    assert_same_statistics(plain, own)
-    assert own.config.rename_map == json.loads(MAP), "what a resumed run is started with"
+    assert_same_rows(plain, renamed)
+    assert renamed.robots[0].rename_map == {}
+    assert_same_statistics(plain, renamed)
+    assert renamed.config.rename_map == json.loads(MAP), "what a resumed run is started with"
 
 
 def test_renamed_cameras_are_fetched_from_hub_by_stored_name(settings, monkeypatch):
@@ -187,9 +187,8 @@ def test_joined_state_yields_same_rows_and_statistics(settings, split):
 
 
 def test_joined_action_follows_order_of_rename_map(tmp_path):
-    """As GR00T's modality.json lists them; the order is the map's, in a mixture the member's own."""
     root = make_dataset(tmp_path / "d", episodes=(4,), cameras={})
-    whole = np.stack(pq.read_table(next(root.glob("data/*/*.parquet")))["action"].to_numpy())
+    stored = np.stack(pq.read_table(next(root.glob("data/*/*.parquet")))["action"].to_numpy())
     split_state(root, {"hand_cmd": [2], "arm_cmd": [0, 1]}, "action")
     entries = {name: {"original_key": f"{name}_cmd"} for name in ("arm", "hand")}
     (root / "meta/modality.json").write_text(json.dumps({"action": entries}))
@@ -202,20 +201,19 @@ def test_joined_action_follows_order_of_rename_map(tmp_path):
         (rows,) = LeRobotDatasource([meta]).read_rows(range(4), 4)
         return rows["action"]
 
-    np.testing.assert_array_equal(actions(with_names([load_metadata(root)], proposed)[0]), whole)
+    np.testing.assert_array_equal(actions(with_names([load_metadata(root)], proposed)[0]), stored)
     root_e = make_dataset(tmp_path / "e", episodes=(4,), cameras={})
     split = split_state(root_e, {"action": [0, 1], "grip": [2]}, "action")
     (meta,) = with_names([load_metadata(split)], {"grip": "action", "action": "action"})
-    np.testing.assert_array_equal(actions(meta), whole[:, [2, 0, 1]])
+    np.testing.assert_array_equal(actions(meta), stored[:, [2, 0, 1]])
     assert with_names([load_metadata(root)], {"arm_cmd": "action"})[0].features["action"].shape == (2,)
     mixture = {str(root): {"rename_map": {"hand_cmd": "action", "arm_cmd": "action"}}}
     flags = [f"--dataset.mixture={json.dumps(mixture)}", f"--rename_map={json.dumps(proposed)}"]
-    _, found = find_datasets(parse_args([*flags, "--policy.path=x", "--output_dir=y"]))
-    np.testing.assert_array_equal(actions(found.metas[0]), whole[:, [2, 0, 1]])
+    _, datasets = find_datasets(parse_args([*flags, "--policy.path=x", "--output_dir=y"]))
+    np.testing.assert_array_equal(actions(datasets.metas[0]), stored[:, [2, 0, 1]])
 
 
 def test_joined_state_reads_equal_for_every_reader(settings, split):
-    """By every reader of numbers."""
     plain = load_metadata(settings[0][1])
     (joined,) = with_names([load_metadata(split[1])], {}, ["joint_position", "gripper_position"])
     key, everything = "observation.state", plain.episode_index
@@ -233,19 +231,19 @@ def test_joined_state_reads_equal_for_every_reader(settings, split):
         for file in files_of(meta, everything):
             yield from (arrays[key] for _, arrays in episode_arrays(meta.fs, features=[meta.features[key]], **file))
 
-    for expected, found in zip(read(plain), read(joined), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for expected, actual in zip(read(plain), read(joined), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_order_of_state_features_changes_statistics_digest(split):
-    one, other = (
+    gripper_first, joints_first = (
         with_names([load_metadata(split[1])], {}, keys)[0]
         for keys in (list(DROID), ["joint_position", "gripper_position"])
     )
-    assert one.features["observation.state"].names == ("joint_3", "joint_0", "joint_1", "joint_2")
-    assert len({digest(meta, ["observation.state"], meta.episode_index) for meta in (one, other)}) == 2
+    assert gripper_first.features["observation.state"].names == ("joint_3", "joint_0", "joint_1", "joint_2")
+    assert len({digest(meta, ["observation.state"], meta.episode_index) for meta in (gripper_first, joints_first)}) == 2
     np.testing.assert_array_equal(
-        one.stats["observation.state"]["mean"], other.stats["observation.state"]["mean"][[3, 0, 1, 2]]
+        gripper_first.stats["observation.state"]["mean"], joints_first.stats["observation.state"]["mean"][[3, 0, 1, 2]]
     )
 
 
@@ -286,7 +284,7 @@ def test_joining_beside_existing_state_is_refused(tmp_path):
 
 
 def test_split_state_and_action_are_proposed(tmp_path):
-    """As in openpi's DROID, and as AgiBot's actions."""
+    """As in openpi's DROID and AgiBot."""
     root = split_state(make_dataset(tmp_path / "droid", episodes=(2,), cameras={}), DROID)
     actions = {"action.gripper": [2], "action.arm": [0, 1]}
     meta = load_metadata(split_state(root, actions, "action"))

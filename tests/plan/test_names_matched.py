@@ -1,4 +1,4 @@
-"""Options that name dimensions, layers, features: each name matches something; the plan says what."""
+"""Options that name dimensions, layers and features must match, and the plan lists the matches."""
 
 import json
 
@@ -26,9 +26,6 @@ def setting(tmp_path_factory):
     return in_process.make_setting(tmp_path_factory.mktemp("matched"))
 
 
-# ---- dimensions ----------------------------------------------------------------------------------------------------
-
-
 def test_plan_lists_dimensions_excluded_from_relative_actions(setting):
     joints = {"policy.relative_exclude_joints": '["motor_2", "MOTOR_0"]'}
     plan = describe(resolved(setting, **RELATIVE, **joints))
@@ -44,28 +41,28 @@ def test_plan_lists_dimensions_excluded_from_relative_actions(setting):
         ({**RELATIVE, "policy.relative_exclude_joints": '["gripper"]'}, "'gripper' is in no name .*motor_0, motor_1"),
         ({**RELATIVE, "policy.relative_exclude_joints": '["motor_1", "moter_2"]'}, "'moter_2'.*did you mean motor_2"),
         ({"policy.relative_exclude_joints": '["motor_1"]'}, "nothing without --policy.use_relative_actions"),
+        ({"peft.full_training_modules": '["nothing_there"]'}, "full_training_modules: .* matches no layer"),
+        ({"peft.target_modules": '["q_proj", "w_proj"]'}, "target_modules: 'w_proj' matches no layer .*did you mean"),
+        ({"peft.target_modules": '["q_proj"]', "peft.full_training_modules": '["lm_head"]'}, "training does not use"),
     ],
 )
-def test_unknown_relative_exclude_joints_are_refused(setting, flags, message):
+def test_names_matching_no_dimension_or_layer_are_refused(setting, flags, message):
     with pytest.raises(ValueError, match=message):
         resolved(setting, **flags)
 
 
 def test_unknown_dimension_map_names_are_refused(setting):
     folder, root, _ = setting
-    other = make_dataset(folder / "other", episodes=(4, 5), seed=1)
-    two = {"dataset.root": f"{root},{other}"}
-    for given, message in (
+    second = make_dataset(folder / "other", episodes=(4, 5), seed=1)
+    two = {"dataset.root": f"{root},{second}"}
+    for dimension_map, message in (
         ({"action": {"elbow": "motor_0"}}, '"elbow": "motor_0" for .action.: the dimensions of later datasets are'),
         ({"action": {"motor_0": "motor_7"}}, "dimensions of the first dataset are motor_0"),
     ):
         with pytest.raises(ValueError, match=message):
-            resolved(setting, **two, **{"dataset.dimension_map": json.dumps(given)})
+            resolved(setting, **two, **{"dataset.dimension_map": json.dumps(dimension_map)})
         with pytest.raises(ValueError, match="of a robot's second dataset and those after it"):
-            resolved(setting, **{"dataset.dimension_map": json.dumps(given)})
-
-
-# ---- layers --------------------------------------------------------------------------------------------------------
+            resolved(setting, **{"dataset.dimension_map": json.dumps(dimension_map)})
 
 
 def test_plan_lists_adapted_layers(setting):
@@ -79,34 +76,17 @@ def test_plan_lists_adapted_layers(setting):
     assert "all of 'action_out_proj': " in plan
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"peft.full_training_modules": '["nothing_there"]'}, "full_training_modules: .* matches no layer"),
-        ({"peft.target_modules": '["q_proj", "w_proj"]'}, "target_modules: 'w_proj' matches no layer .*did you mean"),
-        ({"peft.target_modules": '["q_proj"]', "peft.full_training_modules": '["lm_head"]'}, "training does not use"),
-    ],
-)
-def test_unknown_peft_modules_are_refused(setting, flags, message):
-    with pytest.raises(ValueError, match=message):
-        resolved(setting, **flags)
-
-
-# ---- features and columns ------------------------------------------------------------------------------------------
-
-
 def test_unknown_feature_names_in_mixture_are_refused(setting):
-    """Where some member has names of its own, too."""
     folder, root, _ = setting
     cameras = {"observation.images.front": (48, 64), WRIST: (96, 80)}
-    other = make_dataset(folder / "renamed", episodes=(4, 5), seed=1, cameras=cameras)
-    mixture = {str(root): {}, str(other): {"rename_map": {"observation.images.front": TOP}}}
+    renamed = make_dataset(folder / "renamed", episodes=(4, 5), seed=1, cameras=cameras)
+    mixture = {str(root): {}, str(renamed): {"rename_map": {"observation.images.front": TOP}}}
     flags = {"dataset.mixture": json.dumps(mixture)}
     setting_of_mixture = (folder, None, setting[2])
 
     def plan(**more):
-        given = in_process.flags(setting_of_mixture, **flags, **more)
-        return in_process.resolve(parse_args([flag for flag in given if not flag.startswith("--dataset.root")]), 0)
+        argv = in_process.flags(setting_of_mixture, **flags, **more)
+        return in_process.resolve(parse_args([flag for flag in argv if not flag.startswith("--dataset.root")]), 0)
 
     assert plan().robots[0].match.keys
     with pytest.raises(ValueError, match='--rename_map has "observation.images.frnt".*did you mean'):
@@ -116,7 +96,6 @@ def test_unknown_feature_names_in_mixture_are_refused(setting):
 
 
 def test_member_rename_map_decides_camera_identity(setting):
-    """A member's rename map decides, not that another dataset has a camera of the same name."""
     meta = load_metadata(setting[1])
     base, other = (f"{OBS_PREFIX}{name}" for name in ("base", "other"))
     a, b = with_names([meta, meta], {}, own_maps=[{TOP: base}, {TOP: other}])

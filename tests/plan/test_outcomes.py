@@ -1,4 +1,4 @@
-"""Which episodes succeeded: from columns and from files."""
+"""Success and interventions of episodes, from columns and files."""
 
 import inspect
 import json
@@ -33,44 +33,42 @@ def meta(tmp_path_factory):
 
 
 def test_success_column_is_compared_with_threshold(meta):
-    (found,) = episode_success(OutcomeOptions(success="next.reward"), [meta], [ALL], ["a"])
-    assert found.tolist() == [False, True, False]
-    (found,) = episode_success(OutcomeOptions(success="next.reward", threshold=0.3), [meta], [ALL], ["a"])
-    assert found.all()
-    (found,) = episode_success(OutcomeOptions(success="next.done"), [meta], [ALL], ["a"])
-    assert found.all()  # true counts as 1
+    (succeeded,) = episode_success(OutcomeOptions(success="next.reward"), [meta], [ALL], ["a"])
+    assert succeeded.tolist() == [False, True, False]
+    (succeeded,) = episode_success(OutcomeOptions(success="next.reward", threshold=0.3), [meta], [ALL], ["a"])
+    assert succeeded.all()
+    (succeeded,) = episode_success(OutcomeOptions(success="next.done"), [meta], [ALL], ["a"])
+    assert succeeded.all()  # true counts as 1
 
 
 def test_outcomes_of_unchosen_episodes_are_not_read(meta, tmp_path, monkeypatch):
-    """As one whose file is missing, or a number that no episode has."""
     path, chosen = tmp_path / "outcomes.json", [np.array([1])]
     path.write_text(json.dumps({"1": 1, "2": 1}))
     for success in ("next.reward", f"@{path}"):
-        (found,) = episode_success(OutcomeOptions(success=success), [meta], chosen, ["a"])
-        assert found.tolist() == [False, True, False]
+        (actual,) = episode_success(OutcomeOptions(success=success), [meta], chosen, ["a"])
+        assert actual.tolist() == [False, True, False]
     absent = replace(meta, episode_length=np.array([0, 3, 0]))
-    (found,) = episode_success(OutcomeOptions(success="next.reward"), [absent], chosen, ["a"])
-    assert found.tolist() == [False, True, False]
-    (found,) = corrected_frames(OutcomeOptions(intervention="next.done"), [meta], chosen)
-    assert np.flatnonzero(found).tolist() == [6]
+    (actual,) = episode_success(OutcomeOptions(success="next.reward"), [absent], chosen, ["a"])
+    assert actual.tolist() == [False, True, False]
+    (actual,) = corrected_frames(OutcomeOptions(intervention="next.done"), [meta], chosen)
+    assert np.flatnonzero(actual).tolist() == [6]
 
 
 def test_corrected_frames_come_from_intervention_column(meta):
-    (found,) = corrected_frames(OutcomeOptions(intervention="next.done"), [meta], [ALL])
-    assert np.flatnonzero(found).tolist() == [3, 6, 11]
-    (found,) = corrected_frames(OutcomeOptions(), [meta], [ALL])
-    assert not found.any() and len(found) == sum(EPISODES)
+    (corrected,) = corrected_frames(OutcomeOptions(intervention="next.done"), [meta], [ALL])
+    assert np.flatnonzero(corrected).tolist() == [3, 6, 11]
+    (corrected,) = corrected_frames(OutcomeOptions(), [meta], [ALL])
+    assert not corrected.any() and len(corrected) == sum(EPISODES)
     with pytest.raises(ValueError, match="--outcome.intervention=is_interventoin: no dataset has that column"):
         corrected_frames(OutcomeOptions(intervention="is_interventoin"), [meta], [ALL])
 
 
 def test_lerobot_intervention_columns_are_recognized(meta):
-    """A bool of shape (1,), as `next.done` is here; with and without, and by each dataset's own name."""
     names = ("intervention", TeleopEvents.IS_INTERVENTION.value)
     assert f'dataset_features["{names[0]}"]' in inspect.getsource(rollout_context)
     metas = [rename_features(meta, {"next.done": name}) for name in names]
-    found = corrected_frames(OutcomeOptions(), [*metas, meta], [ALL] * 3)
-    assert [np.flatnonzero(frames).tolist() for frames in found] == [[3, 6, 11], [3, 6, 11], []]
+    corrected = corrected_frames(OutcomeOptions(), [*metas, meta], [ALL] * 3)
+    assert [np.flatnonzero(frames).tolist() for frames in corrected] == [[3, 6, 11], [3, 6, 11], []]
     assert intervention_columns(OutcomeOptions(), [*metas, meta]) == (*names, None)
     both = rename_features(metas[0], {"next.reward": names[1]})
     with pytest.raises(ValueError, match="has the columns intervention and is_intervention: say which"):
@@ -81,16 +79,16 @@ def test_lerobot_intervention_columns_are_recognized(meta):
 def test_outcome_file_by_dataset_root(meta, tmp_path):
     path = tmp_path / "outcomes.json"
     path.write_text(json.dumps({"a": {"0": True, "1": 0, "2": False}, "b": {"0": 0, "1": 0, "2": 1}}))
-    found = episode_success(OutcomeOptions(success=f"@{path}"), [meta, meta], [ALL, ALL], ["a", "b"])
-    assert [of.tolist() for of in found] == [[True, False, False], [False, False, True]]
+    succeeded = episode_success(OutcomeOptions(success=f"@{path}"), [meta, meta], [ALL, ALL], ["a", "b"])
+    assert [of.tolist() for of in succeeded] == [[True, False, False], [False, False, True]]
     path = tmp_path / "outcomes.csv"
     path.write_text("episode_index,success\n2,true\n0,true\n1,false\n")
-    (found,) = episode_success(OutcomeOptions(success=f"@{path}"), [meta], [ALL], ["a"])
-    assert found.tolist() == [True, False, True]
+    (succeeded,) = episode_success(OutcomeOptions(success=f"@{path}"), [meta], [ALL], ["a"])
+    assert succeeded.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize(
-    ("success", "said"),
+    ("success", "message"),
     [
         ("next.sucess", "next.sucess.*its columns are .*next.reward"),
         ("observation.state", "expected one number"),
@@ -99,10 +97,10 @@ def test_outcome_file_by_dataset_root(meta, tmp_path):
         ("@{tmp}/blank.csv", "the success of episode 1 is nan or an empty cell"),
     ],
 )
-def test_unreadable_outcomes_are_refused(meta, tmp_path, success, said):
+def test_unreadable_outcomes_are_refused(meta, tmp_path, success, message):
     (tmp_path / "part.json").write_text(json.dumps({"0": 1, "1": 0}))
     (tmp_path / "blank.csv").write_text("episode_index,success\n0,1\n1,\n2,1\n")
-    with pytest.raises((ValueError, FileNotFoundError), match=said):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         episode_success(OutcomeOptions(success=success.format(tmp=tmp_path)), [meta], [ALL], ["a"])
     text = replace(meta, features={**meta.features, "text": replace(meta.features["next.done"], dtype="string")})
     with pytest.raises(ValueError, match="text is string .*expected one number"):

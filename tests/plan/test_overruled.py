@@ -1,13 +1,12 @@
-"""Where a base's config.json and the run's options decide one thing in two ways, the plan says which of them counts."""
+"""Plan notes where options overrule the base's config.json."""
 
-import json
 import re
 import shutil
 
 import pytest
 
 from tests import in_process
-from tests.datasets import make_dataset
+from tests.datasets import edit_json, make_dataset
 from tests.in_process import resolved
 from tests.training.test_as_lerobot import resolved as resolved_from_nothing
 from tests.training.test_as_lerobot import resolved_from
@@ -17,13 +16,11 @@ from vla_finetuning.policies.saving import save_pretrained
 
 @pytest.fixture
 def changed(setting, tmp_path):
-    """The setting with another config.json of the base."""
 
     def change(**values):
         folder, root, base = setting
         copy = shutil.copytree(base, tmp_path / f"base-{len(list(tmp_path.iterdir()))}")
-        path = copy / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+        edit_json(copy / "config.json", lambda config: config.update(values))
         return folder, root, copy
 
     return change
@@ -99,7 +96,6 @@ def test_conflicting_options_are_refused(setting, flags, message):
 
 
 def test_smolvla_freeze_options_by_train_mode(tmp_path):
-    """LeRobot's defaults: vision frozen, expert alone trains, the projection of the state trains."""
     root = make_dataset(tmp_path / "dataset", episodes=(12, 9, 10), cameras={"observation.images.top": (48, 64)})
     run, saved = resolved_from_nothing(root, "smolvla", tmp_path), tmp_path / "saved"
     config = run.policy.config

@@ -1,4 +1,4 @@
-"""What a start would refuse is refused by a dry run, before PyTorch, LeRobot and Ray are imported."""
+"""Errors and finished runs are recognized before PyTorch, LeRobot and Ray are imported."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from filelock import FileLock
 
 import vla
 from tests import in_process
-from tests.datasets import make_dataset
+from tests.datasets import edit_json, make_dataset
 from tests.tiny import make_base
 from vla_finetuning.buckets.mirror import remove
 from vla_finetuning.data.metadata import load_metadata
@@ -65,7 +65,7 @@ run_of = partial(in_process.resolved, batch_size=4, grad_accum=1, steps=5)
 
 
 def started(setting, folder, **changes):
-    """The folder of a run that has done two steps."""
+    """Start a run and commit a checkpoint of step 2."""
     run = run_of(setting, output_dir=folder, **changes)
     with own_folder(run.config, run.job.start, run.job.steps, run.job.disk_bytes):
         prepare_folder(run.config)
@@ -77,14 +77,14 @@ def started(setting, folder, **changes):
 
 @pytest.fixture
 def finished(setting, tmp_path):
-    """A run that has done all of its steps, and the policy that it left."""
+    """Return a finished run and its exported policy."""
     run = started(setting, tmp_path / "run")
     finish(run.job.output_dir, run.job.steps)
     return run, Path(shutil.copytree(setting[2], tmp_path / "run" / "pretrained_model"))
 
 
 def pieces_of(size):
-    """Of a tensor with so many bytes."""
+    """Return the pieces of a tensor of `size` bytes."""
     return {"a": Piece(torch.zeros(size, dtype=torch.uint8), (0,))}
 
 
@@ -130,8 +130,7 @@ def a_hole(setting, folder):
 
 def lance(setting, folder):
     root = shutil.copytree(setting[1], folder.parent / "lance")
-    path = root / "meta/info.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "storage_format": "lance"}))
+    edit_json(root / "meta/info.json", lambda info: info.update(storage_format="lance"))
     return flags(setting, output_dir=folder, **{"dataset.root": root})
 
 
@@ -157,7 +156,7 @@ for argv in json.loads(sys.argv[1]):
 
 
 def test_early_errors_need_no_heavy_imports(setting, tmp_path):
-    """By one process, in which each finds only what the others have imported."""
+    """Run all commands in one process."""
     commands = [command.split() for command in ANSWERS]
     for case in CASES:
         (tmp_path / case.__name__).mkdir()
@@ -167,9 +166,9 @@ def test_early_errors_need_no_heavy_imports(setting, tmp_path):
         ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     expected = [*ANSWERS.values(), *((2, message) for message in CASES.values())]
     for number, (line, (status, message)) in enumerate(zip(ran.stdout.splitlines(), expected, strict=True)):
-        found, printed, *loaded = json.loads(line)
+        code, printed, *loaded = json.loads(line)
         heavy = HEAVY | {"draccus", "numpy", "pandas", "pyarrow"} if number < len(ANSWERS) else HEAVY
-        assert found == status and message in printed and not heavy & set(loaded), commands[number]
+        assert code == status and message in printed and not heavy & set(loaded), commands[number]
 
 
 @pytest.mark.parametrize(
@@ -196,10 +195,10 @@ def test_dry_run_and_start_refuse_alike_and_change_nothing(setting, tmp_path, mo
 
 
 def test_disk_check_counts_peak_number_of_checkpoints(setting, tmp_path, monkeypatch):
-    """An old one is deleted when the next one is there. What a resumed run holds already, it does not need again."""
+    """Old checkpoints go after the next is written; present ones of a resumed run need no space."""
     run = run_of(setting, output_dir=tmp_path / "run", steps=100, save_freq=1)
-    one, weights = run.policy.checkpoint_bytes, (Path(setting[2]) / "model.safetensors").stat().st_size
-    assert run.job.disk_bytes == 3 * one + weights
+    checkpoint_size, weights = run.policy.checkpoint_bytes, (Path(setting[2]) / "model.safetensors").stat().st_size
+    assert run.job.disk_bytes == 3 * checkpoint_size + weights
     for changes, most in (
         ({"keep_checkpoints": 10, "keep_best": 2}, 13),
         ({"export": "best"}, 4),
@@ -218,14 +217,16 @@ def test_disk_check_counts_peak_number_of_checkpoints(setting, tmp_path, monkeyp
     resumed = replace(run.config, resume=True)
     for step in (1, 2):
         folder = run.job.checkpoints_dir / f"step_{step:08d}"
-        commit(folder, replace(run.job.start, step=step), write_pieces(folder, {TRAINABLE: pieces_of(one)}), 0)
-    free = one + weights + SPARE_BYTES
+        commit(
+            folder, replace(run.job.start, step=step), write_pieces(folder, {TRAINABLE: pieces_of(checkpoint_size)}), 0
+        )
+    free = checkpoint_size + weights + SPARE_BYTES
     checked(resumed, run.job.start, 100, run.job.disk_bytes)
-    free = one + SPARE_BYTES - 10_000  # of more than it keeps, too, the next one comes first
+    free = checkpoint_size + SPARE_BYTES - 10_000  # of more than it keeps, too, the next one comes first
     with pytest.raises(OSError, match="no space for the checkpoints"):
-        checked(resumed, run.job.start, 100, one)
+        checked(resumed, run.job.start, 100, checkpoint_size)
     with pytest.raises(ValueError, match="2 steps are done, and --grpo.iterations says 1: "):
-        checked(GrpoConfig(output_dir=resumed.output_dir, resume=True), run.job.start, 1, one)
+        checked(GrpoConfig(output_dir=resumed.output_dir, resume=True), run.job.start, 1, checkpoint_size)
 
 
 def test_finished_run_is_reported_and_extended_by_more_steps(finished, tmp_path, capsys, monkeypatch):
@@ -272,7 +273,6 @@ def test_finished_run_with_damaged_policy_exports_again(finished, setting, tmp_p
 
 
 def test_exported_policy_is_required_for_each_recorded_robot(setting, tmp_path):
-    """Not those of its options, of which a dataset without actions may have one."""
     arm = shutil.copytree(setting[2], tmp_path / "pretrained_model" / "arm")
     config = SimpleNamespace(folder=tmp_path)
     assert result_problem(config) is None
@@ -301,28 +301,24 @@ def test_episodes_by_hub_id_are_resolved():
     assert with_absolute_paths(config).dataset.episodes == [1]
 
 
-def test_resume_with_other_statistics_option_is_refused(setting, tmp_path):
+def test_resume_with_other_statistics_or_environment_is_refused(setting, tmp_path):
     run = started(setting, tmp_path / "run")
     assert run.config.dataset.statistics == "stored"
+    plan = run.job.start, run.job.steps, run.job.disk_bytes
     changed = replace(run.config, resume=True, dataset=replace(run.config.dataset, statistics="exact"))
     with pytest.raises(ValueError, match="--dataset.statistics was stored, is exact: a run keeps its statistics"):
-        checked(changed, run.job.start, run.job.steps, run.job.disk_bytes)
-
-
-def test_resume_with_other_environment_is_refused_after_evaluation(setting, tmp_path):
-    run = started(setting, tmp_path / "run")
+        checked(changed, *plan)
     changed = replace(run.config, resume=True, env_type="two_bins")
-    checked(changed, run.job.start, run.job.steps, run.job.disk_bytes)
+    checked(changed, *plan)
     line = {"step": 2, "episodes": 50, "successes": 50}
     (tmp_path / "run" / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(ValueError, match="env_type was None, is two_bins: evaluations.jsonl has the success"):
-        checked(changed, run.job.start, run.job.steps, run.job.disk_bytes)
+        checked(changed, *plan)
     (tmp_path / "run" / "config.json").write_text(json.dumps(changed.to_json()))
     checked(replace(changed, env_type=None), run.job.start, run.job.steps, run.job.disk_bytes)  # none any more
 
 
 def test_trained_run_without_checkpoint_is_not_restarted(finished, tmp_path, capsys):
-    """By a dry run, by a start, and by training processes whose checkpoints went away meanwhile."""
     run, exported = finished
     argv = [f"--output_dir={tmp_path / 'run'}", "--resume", "--steps=9"]
     assert vla.main([*argv, "--dry_run"]) == 0 and "Resuming     from step 2" in capsys.readouterr().out
@@ -348,7 +344,6 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_finished_run_is_recognized_by_relative_paths(setting, tmp_path, monkeypatch, program):
-    """As a job that is retried gives them again, with `--resume auto`."""
     parse, more = PROGRAMS[program]
     monkeypatch.chdir(setting[0])
     data = [] if program == "grpo" else [f"--dataset.root={setting[1].name}"]
@@ -389,7 +384,6 @@ def test_plan_reports_chunks_longer_than_episodes(setting):
 
 
 def test_plan_lists_features_that_are_not_read(setting, tmp_path):
-    """What LeRobot writes beside numbers and videos: annotations, types of a later version."""
     from lerobot.datasets.language import language_feature_info
 
     root = shutil.copytree(setting[1], tmp_path / "annotated")

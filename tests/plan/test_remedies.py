@@ -1,4 +1,4 @@
-"""The plan of a run, and errors that name the commonest cause and what helps, before a worker starts."""
+"""The printed plan, and errors with their remedies before a worker starts."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import vla
 from tests import in_process
-from tests.datasets import make_dataset
+from tests.datasets import edit_json, make_dataset
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.preflight import examine
@@ -57,7 +57,7 @@ def refuses(setting, message, error=(ValueError, OSError), **changes):
 
 
 def dry_run(setting, capsys, monkeypatch, *more, **changes):
-    """Run the program where Ray must not start. Returns its status, and what it prints with its blanks shortened."""
+    """Run the program without Ray. Return its status and its output with single blanks."""
     monkeypatch.setattr(cluster, "start", None)
     status = vla.main([*in_process.flags(setting, **changes), "--dry_run", *more])
     assert not (setting[0] / "run").exists()
@@ -94,9 +94,6 @@ def test_dry_run_checks_tracker_and_hub_token(setting, capsys, monkeypatch):
         assert status == 2 and f"error: {message}" in text
 
 
-# ---- datasets -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["meta/info.json", "data", "videos"])
 def test_git_lfs_pointers_in_dataset_are_refused(setting, root, name):
     path = next(p for p in [root / name, *sorted((root / name).rglob("*"))] if p.is_file())
@@ -105,35 +102,29 @@ def test_git_lfs_pointers_in_dataset_are_refused(setting, root, name):
     assert "git lfs pull" in message and str(path.relative_to(root)) in message
 
 
-def test_dataset_without_episodes_is_refused(setting, tmp_path):
+def test_dataset_without_episodes_is_refused(setting, root, tmp_path):
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     features = {"action": {"dtype": "float32", "shape": (2,), "names": ["x", "y"]}}
     features["observation.state"] = features["action"]
     LeRobotDataset.create("local/new", fps=10, features=features, root=tmp_path / "new")
     refuses(setting, "no episode has been recorded yet.*lerobot-record", **{"dataset.root": tmp_path / "new"})
-
-
-def test_unfinalized_recording_is_refused(setting, root):
-    """Without `finalize`, the table of episodes is not there."""
+    # As a recording that was not finalized.
     shutil.rmtree(root / "meta/episodes")
     refuses(setting, "LeRobotDataset.finalize.*record its episodes again", **{"dataset.root": root})
 
 
 def test_missing_or_infinite_camera_statistics_are_refused(setting, root):
     message = rf"dataset {root}: .*lacks \['mean', 'std'\] of {TOP}.*augment_dataset_quantile_stats"
-    given = {**FRESH_ACT, "dataset.root": root, "dataset.use_imagenet_stats": "false"}
-    stats = json.loads((root / "meta/stats.json").read_text())
-    stats[TOP]["std"][0] = [[math.inf]]
-    (root / "meta/stats.json").write_text(json.dumps(stats))
-    refuses(setting, rf"'std' of '{TOP}' is not finite", **given, **{"dataset.statistics": "exact"})
+    options = {**FRESH_ACT, "dataset.root": root, "dataset.use_imagenet_stats": "false"}
+    edit_json(root / "meta/stats.json", lambda stats: stats[TOP]["std"].__setitem__(0, [[math.inf]]))
+    refuses(setting, rf"'std' of '{TOP}' is not finite", **options, **{"dataset.statistics": "exact"})
     (root / "meta/stats.json").unlink()
-    refuses(setting, message, **given)
+    refuses(setting, message, **options)
 
 
 def test_datasets_with_different_fps_are_refused(setting, root):
-    path = root / "meta/info.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "fps": 5}))
+    edit_json(root / "meta/info.json", lambda info: info.update(fps=5))
     refuses(setting, f"{setting[1]} has 10 fps, {root} has 5 fps", **{"dataset.root": f"{setting[1]},{root}"})
 
 
@@ -141,9 +132,6 @@ def test_batch_larger_than_dataset_is_refused(setting):
     message = refuses(setting, "a global batch of 56 rows", batch_size=14, **{"scaling.num_workers": 2})
     assert "(batch_size 14 x grad_accum 2 x 2 workers) is more than the 15 training frames" in message
     assert "lower --batch_size or --grad_accum" in message
-
-
-# ---- policies -------------------------------------------------------------------------------------------------------
 
 
 def test_pretrained_path_without_policy_path_is_refused(setting):
@@ -165,13 +153,6 @@ def test_pretrained_path_without_policy_path_is_refused(setting):
 )
 def test_invalid_policy_options_are_refused_by_name(setting, name, value, message):
     refuses(setting, rf"policy {setting[2]}: .*--policy.{message}", **{f"policy.{name}": value})
-
-
-def test_non_finite_weights_are_refused(setting, base):
-    weights = load_file(base / "model.safetensors")
-    weights["model.action_in_proj.weight"][0, 0] = torch.nan
-    save_file(weights, base / "model.safetensors")
-    refuses(setting, "model.action_in_proj.weight in .* not finite, 1 of", **{"policy.path": base})
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "policy_preprocessor.json"])
@@ -199,13 +180,16 @@ def test_config_of_no_lerobot_policy_is_refused(setting, base, config, message):
     refuses(setting, message, **{"policy.path": base})
 
 
-def test_weights_with_other_names_are_refused(setting, base):
+def test_weights_with_other_names_or_nan_are_refused(setting, base):
     weights = base / "model.safetensors"
     saved = load_file(weights)
     save_file({f"module.{name}": value for name, value in saved.items()}, weights)
     refuses(setting, r"missing: model\..* unexpected: model\.module\.", **{"policy.path": base})
     save_file({**saved, "normalize_inputs.buffer_observation_state.mean": torch.zeros(2)}, weights)
     refuses(setting, "lerobot.processor.migrate_policy_normalization --pretrained-path", **{"policy.path": base})
+    saved["model.action_in_proj.weight"][0, 0] = torch.nan
+    save_file(saved, weights)
+    refuses(setting, "model.action_in_proj.weight in .* not finite, 1 of", **{"policy.path": base})
 
 
 def test_policy_without_weights_or_with_adapters_alone_is_refused(setting, base):
@@ -230,7 +214,6 @@ def test_options_that_lerobot_rejects_are_refused(setting, options, message):
 
 
 def test_weights_of_other_shapes_are_refused_at_plan_time(setting, tmp_path):
-    """Of ACT, whose weights no family compares: before a worker starts."""
     from lerobot.policies.act.modeling_act import ACTPolicy
 
     options = {f"policy.{name}": value for name, value in ACT.items()}
@@ -240,13 +223,10 @@ def test_weights_of_other_shapes_are_refused_at_plan_time(setting, tmp_path):
     for processor, name in zip(run.policy.processors(), ("policy_preprocessor", "policy_postprocessor"), strict=True):
         processor.save_pretrained(tmp_path / "act", config_filename=f"{name}.json")
     planned(setting, **{"policy.path": tmp_path / "act"})
-    other = make_dataset(tmp_path / "other", episodes=(6, 5), state_dim=7, action_dim=5)
-    refuses(setting, "of another shape", **{"policy.path": tmp_path / "act", "dataset.root": other})
+    wider = make_dataset(tmp_path / "other", episodes=(6, 5), state_dim=7, action_dim=5)
+    refuses(setting, "of another shape", **{"policy.path": tmp_path / "act", "dataset.root": wider})
     longer = {"policy.path": tmp_path / "act", "policy.chunk_size": 6, "policy.n_action_steps": 6}
     refuses(setting, "of another shape: .*model.decoder_pos_embed", **longer)
-
-
-# ---- runs that go on ------------------------------------------------------------------------------------------------
 
 
 def test_resume_with_other_optimizer_or_new_ema_is_refused(setting, tmp_path):
@@ -266,16 +246,12 @@ def test_resume_with_other_optimizer_or_new_ema_is_refused(setting, tmp_path):
     assert AVERAGE not in pieces
 
 
-# ---- what only Ray can tell ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.ray
 @pytest.mark.faults
 @pytest.mark.slow  # what the read task says: tests/data/test_damaged_files.py
 def test_video_truncated_after_check_ends_run_once_with_remedy(
     setting, ray_cluster, root, tmp_path, capsys, monkeypatch
 ):
-    """One that is cut off once the run has been checked: it fails cleanly, and tries nothing twice."""
     meta, output_dir = load_metadata(root), tmp_path / "out"
     file = meta.video_files[TOP][0]
 
@@ -288,7 +264,7 @@ def test_video_truncated_after_check_ends_run_once_with_remedy(
     assert not (output_dir / "pretrained_model").exists()
     assert (output_dir / LOG_NAME).read_text().count(" failed on rank ") == 1
     *_, message = capsys.readouterr().err.strip().splitlines()
-    found = re.search(rf"^error: {root}: {file} \(camera {TOP}, episodes? \[?(\d+)", message)
-    assert int(found[1]) in np.flatnonzero(meta.episode_video_file[TOP] == 0)
+    reported = re.search(rf"^error: {root}: {file} \(camera {TOP}, episodes? \[?(\d+)", message)
+    assert int(reported[1]) in np.flatnonzero(meta.episode_video_file[TOP] == 0)
     assert "truncated" in message and "copy it again" in message
     assert not re.search(r"Traceback|ray::|RayTaskError|UserCode|UDF|attempts|\.py", message)

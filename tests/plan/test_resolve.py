@@ -1,10 +1,11 @@
-"""What a run is resolved to, as far as the data is concerned. Without Ray."""
+"""Resolved rows, statistics and mixtures of a run, against LeRobot's readers and statistics."""
 
 import json
 import os
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from lerobot_datasource import LeRobotDatasource
-from tests.datasets import make_dataset
+from tests.datasets import edit_json, make_dataset
 from tests.plan.test_names import rename_files
 from tests.tiny import make_base
 from tests.training import test_as_lerobot as as_lerobot
@@ -22,6 +23,7 @@ from vla_finetuning.data.disk_cache import FrameCache, has_capacity
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.options import Selection
 from vla_finetuning.data.shards import Sharding
+from vla_finetuning.files import write_json
 from vla_finetuning.options.command_line import EVALUATE, SERVE, parse_args, parse_evaluate
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.plan import base_policy
@@ -53,7 +55,7 @@ def plan(setting, *flags, root=True):
 
 
 def policy_images(run, rows):
-    """The images that reach the policy's vision tower, float32 (N, 3, H, W); and what came out of the read task."""
+    """Return the images that reach the policy's vision tower, and the source of the rows."""
     source = run.rows.source(stream=(0, run.rows.last_row))
     (batch,) = source.read_rows(rows, len(rows))
     (camera,) = run.rows.camera_keys
@@ -68,26 +70,26 @@ def policy_images(run, rows):
 
 def test_auto_frame_cache_is_used_if_frames_repeat_and_fit(setting, monkeypatch, tmp_path):
     monkeypatch.setattr("vla_finetuning.plan.row_plan.FRAMES_DIR", str(tmp_path / "frames"))
-    again, once = "--steps=20", "--steps=13"  # of 54 rows an epoch
+    repeating, once = "--steps=20", "--steps=13"  # of 54 rows an epoch
     size = 54 * 48 * 64 * 3
 
-    def kept(*flags):
+    def cached(*flags):
         run = plan(setting, "--dataset.frame_cache=auto", *flags)
         assert run.rows.cached_bytes == size
         return run.rows.reading.frame_cache, describe(run)
 
-    where, text = kept(again)
+    where, text = cached(repeating)
     assert where == FrameCache(str(tmp_path / "frames"), 200.0)
     assert "at most 20 GB per node, and 20 GB more for encoded images" in text
     assert f"decoded once: 0.0 GB of frames are cached in {tmp_path / 'frames'}, on every node" in text
-    where, text = kept(once)
+    where, text = cached(once)
     assert where is None and "the run reads each frame once" in text
     monkeypatch.setenv("VLA_CACHE_GB", str(size / 1e9 * 0.99))
-    where, text = kept(again)
+    where, text = cached(repeating)
     assert where is None and "decoded in every epoch" in text and "the free space of" in text
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     assert has_capacity(tmp_path / "no/such/folder", 10**6) and not has_capacity(tmp_path, free)
-    assert "decoded once" not in describe(plan(setting, again))
+    assert "decoded once" not in describe(plan(setting, repeating))
 
 
 def test_global_shuffle_requires_cache_of_all_frames(setting, monkeypatch):
@@ -100,11 +102,11 @@ def test_global_shuffle_requires_cache_of_all_frames(setting, monkeypatch):
             plan(setting, "--dataset.frame_cache=kept")
         )
         plan(setting, *flags, "--dataset.frame_cache=kept")
-    run, as_ever = (plan(setting, *more, "--dataset.frame_cache=kept") for more in (flags, ["--steps=20"]))
+    run, plain = (plan(setting, *more, "--dataset.frame_cache=kept") for more in (flags, ["--steps=20"]))
     assert "from the second epoch on, all rows are shuffled" in describe(run)
-    assert "from the second epoch on" not in describe(as_ever)
+    assert "from the second epoch on" not in describe(plain)
     # A run goes on neither with it nor without it if it was started otherwise: its rows would be others.
-    for was, now in ((run, as_ever), (as_ever, run)):
+    for was, now in ((run, plain), (plain, run)):
         with pytest.raises(ValueError, match="later_epochs: was .*, is "):
             check_resumable(replace(was.job.start, step=2, rows=8), now.job.start)
 
@@ -121,11 +123,10 @@ def test_shards_match_nodes_and_survive_resume_with_fewer_workers(setting):
     assert "are cached in" in description and "on each node those of its shard" in description
     assert run.rows.cached_bytes == 54 // 2 * 48 * 64 * 3
     # Its rows and their order are part of the run: fewer workers take them as they are.
-    (run.job.output_dir / CONFIG_NAME).parent.mkdir(exist_ok=True)
-    (run.job.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
-    resume = ["--resume", f"--output_dir={run.job.output_dir}", "--scaling.num_workers=1", "--grad_accum=4"]
-    again = resolve(parse_args(resume), gpus_found=0)
-    assert again.rows.identity == run.rows.identity and again.rows.order.sharding == run.rows.order.sharding
+    run.job.output_dir.mkdir(exist_ok=True)
+    write_json(run.job.output_dir / CONFIG_NAME, run.config.to_json())
+    resumed_run = resumed(run.job.output_dir, "--scaling.num_workers=1", "--grad_accum=4")
+    assert resumed_run.rows.identity == run.rows.identity and resumed_run.rows.order.sharding == run.rows.order.sharding
     assert run.rows.identity != plan(setting, *flags[1:], "--scaling.num_workers=4", "--grad_accum=1").rows.identity
 
 
@@ -133,19 +134,19 @@ def test_frames_fitted_while_decoding_match_policy_resizing(setting, monkeypatch
     from lerobot.policies.pi05 import modeling_pi05
 
     rows = [0, 7, 19, 33]
-    expected, whole = policy_images(plan(setting), rows)
+    expected, stored = policy_images(plan(setting), rows)
     small = plan(setting, "--dataset.image_size=[56, 56]")
     assert "56x56" in describe(small)
     # Nothing is left for the policy to resize.
     monkeypatch.setattr(modeling_pi05, "resize_with_pad_torch", None)
-    found, fitted = policy_images(small, rows)
-    assert len(found) == len(expected) == 1
+    actual, fitted = policy_images(small, rows)
+    assert len(actual) == len(expected) == 1
     level = 2 / 255  # of uint8, in the policy's [-1, 1]
-    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=level)
-    assert (found[0] - expected[0]).abs().mean() < 0.3 * level
-    assert not torch.equal(found[0], expected[0])  # the float path is another one: something was compared
+    torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=level)
+    assert (actual[0] - expected[0]).abs().mean() < 0.3 * level
+    assert not torch.equal(actual[0], expected[0])  # the float path is another one: something was compared
     assert small.rows.rates == {"frames_per_s": 1, "decoded_bytes_per_s": fitted.row_bytes()}
-    assert whole.row_bytes() - fitted.row_bytes() == 48 * 64 * 3 - 56 * 56 * 3
+    assert stored.row_bytes() - fitted.row_bytes() == 48 * 64 * 3 - 56 * 56 * 3
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,6 @@ def test_image_sizes_that_change_policy_input_are_refused(setting, flags, messag
 
 @pytest.fixture(scope="module")
 def large(setting):
-    """A dataset whose frames are four times as large as what the policy sees."""
     return make_dataset(setting[0] / "large", cameras={"observation.images.top": (96, 128)}, episodes=(12,) * 4)
 
 
@@ -207,12 +207,8 @@ def test_policy_that_stretches_images_reads_stored_sizes(tmp_path):
         as_lerobot.resolved(root, "evo1", tmp_path, **{"dataset.image_size": "[32, 32]"})
 
 
-# ---- mixtures -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def second(setting):
-    """A dataset of 12 rows beside the other's 54."""
     return make_dataset(
         setting[0] / "second", cameras={"observation.images.top": (48, 64)}, episodes=(4, 8), seed=1, tasks=("wait",)
     )
@@ -231,7 +227,6 @@ def rows_by_root(run):
 
 @pytest.mark.parametrize("power", [0.5, -1])
 def test_mixture_power_weights_by_training_frames(setting, second, tmp_path, power):
-    """Of training episodes; on the command line, and in a file."""
     _, root, _ = setting
     rule = {"power": power}
     run = plan(setting, mixture_flag({root: {**rule, "exclude_episodes": [0]}, second: rule}), root=False)
@@ -246,8 +241,8 @@ def test_mixture_power_weights_by_training_frames(setting, second, tmp_path, pow
     assert weights == (frames ** float(power)).tolist()  # for the card, in the order of the datasets
     mix = tmp_path / "mix.yaml"
     mix.write_text(f"power: {power}\nmembers:\n  - root: {root}\n    exclude_episodes: [0]\n  - root: {second}\n")
-    again = plan(setting, f"--dataset.mixture=@{mix}", root=False)
-    assert rows_by_root(again) == rows_by_root(run)
+    from_file = plan(setting, f"--dataset.mixture=@{mix}", root=False)
+    assert rows_by_root(from_file) == rows_by_root(run)
 
 
 def test_mixture_weights_rows_and_statistics(setting, second, monkeypatch):
@@ -270,26 +265,31 @@ def test_mixture_weights_rows_and_statistics(setting, second, monkeypatch):
         setting, mixture_flag({root: 1, second: 2}), "--dataset.mixture_stats=frames", stored_ones, root=False
     )
     listed = plan(setting, f"--dataset.root={root},{second}", stored_ones, root=False)
-    for counts, found in (([22, 44], run), ([54, 12], listed), ([54, 12], frames)):
+    for counts, variant in (([22, 44], run), ([54, 12], listed), ([54, 12], frames)):
         weighted = [{k: {**s[k], "count": np.array([n])} for k in VECTORS} for s, n in zip(stored, counts, strict=True)]
         expected = aggregate_stats(weighted)
         for key in VECTORS:
             for name in ("q01", "q99", "mean", "std"):
-                np.testing.assert_allclose(found.robots[0].stats[key][name], expected[key][name], err_msg=name)
+                np.testing.assert_allclose(variant.robots[0].stats[key][name], expected[key][name], err_msg=name)
     assert plan(setting, mixture_flag({root: 1, second: 1}), root=False).rows.identity != run.rows.identity
 
 
-def test_dataset_named_twice_is_refused(setting, monkeypatch):
+def test_duplicate_and_incompatible_datasets_are_refused(setting, tmp_path, monkeypatch):
+    root = setting[1]
     monkeypatch.chdir(setting[0])
-    with pytest.raises(ValueError, match="--dataset.mixture names a dataset twice"):
-        plan(setting, mixture_flag({setting[1]: 1, "dataset": 2}), root=False)
-    with pytest.raises(ValueError, match="--dataset.root names a dataset twice"):
-        plan(setting, f"--dataset.root={setting[1]},dataset", root=False)
+    wider = make_dataset(tmp_path / "wider", cameras={"observation.images.top": (48, 64)}, state_dim=6)
+    for flag, message in (
+        (mixture_flag({root: 1, "dataset": 2}), "--dataset.mixture names a dataset twice"),
+        (f"--dataset.root={root},dataset", "--dataset.root names a dataset twice"),
+        (f"--dataset.root={root},{wider}", "cannot be read together: they differ in .*observation.state"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan(setting, flag, root=False)
 
 
 @pytest.fixture(scope="module")
 def other_names(second):
-    """The second dataset, whose camera and state are called otherwise."""
+    """Return the second dataset with another name for its camera and state."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     names = {"observation.images.top": "observation.images.head", "observation.state": "observation.joints"}
@@ -308,8 +308,8 @@ def test_renamed_dataset_in_mixture_yields_same_rows(setting, second, other_name
     assert suggested == names  # what it says is what does
 
     rows = []
-    for other, flags in ((second, []), (other_names, [f"--rename_map={json.dumps(suggested)}"])):
-        run = plan(setting, mixture_flag({root: 1, other: 2}), "--dataset.statistics=stored", *flags, root=False)
+    for member, flags in ((second, []), (other_names, [f"--rename_map={json.dumps(suggested)}"])):
+        run = plan(setting, mixture_flag({root: 1, member: 2}), "--dataset.statistics=stored", *flags, root=False)
         source = run.rows.source(stream=(0, run.rows.last_row))
         pre, _ = make_processors(run.policy.folder, run.policy.config, run.robots[0].stats)
         prepare = Prepare(pre, run.rows.camera_keys, run.policy.config)
@@ -322,12 +322,10 @@ def test_renamed_dataset_in_mixture_yields_same_rows(setting, second, other_name
 
 
 def changed(root, copy, change, *, order=None):
-    """A copy whose info.json and stats.json are changed; with `order`, the entries of its actions come in another."""
+    """Copy a dataset with changed info.json and stats.json, and with actions in another order."""
     copy = shutil.copytree(root, copy)
     for path in (copy / "meta/info.json", copy / "meta/stats.json"):
-        content = json.loads(path.read_text())
-        change(path.stem, content)
-        path.write_text(json.dumps(content))
+        edit_json(path, partial(change, path.stem))
     for path in (copy / "data").rglob("*.parquet") if order else ():
         table = pq.read_table(path)
         values = np.array(table["action"].to_pylist(), np.float32)[:, order]
@@ -350,25 +348,25 @@ def reordered(names):
 def test_dimensions_follow_order_of_first_dataset(setting, second, tmp_path):
     root = setting[1]
     shuffled = changed(second, tmp_path / "shuffled", reordered(["motor_2", "motor_0", "motor_1"]), order=[2, 0, 1])
-    other = changed(second, tmp_path / "other", reordered(["c", "a", "b"]), order=[2, 0, 1])
+    renamed = changed(second, tmp_path / "other", reordered(["c", "a", "b"]), order=[2, 0, 1])
     with pytest.raises(
         ValueError, match=r"dimensions of 'action' differently: \['motor_0'.*\['c', 'a', 'b'\]"
     ) as error:
-        plan(setting, f"--dataset.root={root},{other}", root=False)
+        plan(setting, f"--dataset.root={root},{renamed}", root=False)
     suggested = json.loads(str(error.value).split("--dataset.dimension_map='")[1].split("'")[0])
     assert suggested == {"action": {"c": "motor_0", "a": "motor_1", "b": "motor_2"}}  # if they were in this order
     names = json.dumps({"action": {"c": "motor_2", "a": "motor_0", "b": "motor_1"}})
     with pytest.raises(ValueError, match=r"dimension_map names \['actions'\]"):
-        plan(setting, f"--dataset.root={root},{other}", '--dataset.dimension_map={"actions": {}}', root=False)
+        plan(setting, f"--dataset.root={root},{renamed}", '--dataset.dimension_map={"actions": {}}', root=False)
 
     runs = [
         plan(setting, f"--dataset.root={root},{dataset}", "--dataset.statistics=stored", *flags, root=False)
-        for dataset, flags in ((second, []), (shuffled, []), (other, [f"--dataset.dimension_map={names}"]))
+        for dataset, flags in ((second, []), (shuffled, []), (renamed, [f"--dataset.dimension_map={names}"]))
     ]
     assert ["action: dimensions reordered" in describe(run) for run in runs] == [False, True, True]
     rows = [next(iter(run.rows.source(stream=(0, 66)).read_rows(range(66), 66))) for run in runs]
-    for run, found in zip(runs, rows, strict=True):
-        np.testing.assert_array_equal(found["action"], rows[0]["action"])
+    for run, actual in zip(runs, rows, strict=True):
+        np.testing.assert_array_equal(actual["action"], rows[0]["action"])
         for name, value in runs[0].robots[0].stats["action"].items():
             np.testing.assert_allclose(run.robots[0].stats["action"][name], value, err_msg=name)
 
@@ -387,11 +385,6 @@ def test_datasets_in_different_units_are_refused_unless_allowed(setting, second,
     assert plan(setting, both, *flags, root=False).robots[0].stats["action"]["q99"].max() > 10
 
 
-def test_trained_weights_in_bfloat16_are_refused(setting):
-    with pytest.raises(ValueError, match="--policy.dtype=bfloat16.*weights that train must be float32"):
-        plan(setting, "--policy.dtype=bfloat16")
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -402,17 +395,9 @@ def test_trained_weights_in_bfloat16_are_refused(setting):
 )
 def test_invalid_stored_statistics_are_refused(setting, tmp_path, damage, message):
     copy = shutil.copytree(setting[1], tmp_path / "copy")
-    stats = json.loads((copy / "meta" / "stats.json").read_text())
-    damage(stats["observation.state"])
-    (copy / "meta" / "stats.json").write_text(json.dumps(stats))
+    edit_json(copy / "meta/stats.json", lambda stats: damage(stats["observation.state"]))
     with pytest.raises(ValueError, match=f"dataset {copy}: .*{message}"):
         plan(setting, f"--dataset.root={copy}", root=False)
-
-
-def test_datasets_of_different_widths_are_refused(setting, tmp_path):
-    wider = make_dataset(tmp_path / "wider", cameras={"observation.images.top": (48, 64)}, state_dim=6)
-    with pytest.raises(ValueError, match="cannot be read together: they differ in .*observation.state"):
-        plan(setting, f"--dataset.root={setting[1]},{wider}", root=False)
 
 
 def test_tilde_paths_are_expanded(setting, monkeypatch):
@@ -427,12 +412,12 @@ def test_tilde_paths_are_expanded(setting, monkeypatch):
 
 @pytest.fixture
 def started(setting, tmp_path):
-    """The folder of a run with a checkpoint, and a base of its own that may be changed."""
+    """Return the folder of a run with a checkpoint, and its base."""
     folder, dataset, base = setting
     base = Path(shutil.copytree(base, tmp_path / "base"))
     run = plan((tmp_path, dataset, base))
     run.job.output_dir.mkdir()
-    (run.job.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
+    write_json(run.job.output_dir / CONFIG_NAME, run.config.to_json())
     step = run.job.checkpoints_dir / "step_00000002"
     commit(step, replace(run.job.start, step=2, rows=8), write_pieces(step, {}), 0)
     return run.job.output_dir, base
@@ -444,7 +429,6 @@ def resumed(output_dir, *flags):
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer/new.json"])
 def test_resume_with_changed_base_is_refused_unopened(started, monkeypatch, file):
-    """Whoever can write its config.json could name any folder there."""
     output_dir, base = started
     assert resumed(output_dir).policy.base["files"].keys() >= {"config.json", "policy_preprocessor.json"}
     (base / file).parent.mkdir(exist_ok=True)
@@ -456,13 +440,12 @@ def test_resume_with_changed_base_is_refused_unopened(started, monkeypatch, file
 
 @pytest.mark.parametrize("file", ["model.safetensors", "policy_preprocessor.json"])
 def test_base_changed_after_plan_is_refused_at_start(started, file):
-    """As by another run that exports to that folder again, before a worker group starts anew, or at the export."""
     output_dir, base = started
-    policy, other = resumed(output_dir).policy, base / file
+    policy, path = resumed(output_dir).policy, base / file
     policy.start()
-    data = bytearray(other.read_bytes())
+    data = bytearray(path.read_bytes())
     data[-3] ^= 1  # the same size and shapes
-    other.write_bytes(data)
+    path.write_bytes(data)
     named = "the weights" if file == "model.safetensors" else file
     with pytest.raises(ValueError, match=f"has changed since this run was planned: {named} changed"):
         policy.start()
@@ -491,16 +474,14 @@ def test_remote_code_requires_flag_at_each_start(setting, started, monkeypatch):
     with pytest.raises(OSError, match="the tokenizer of the 'pi0_fast' policy"):  # further: there is no Hub here
         resolve(parse_args([*flags, "--policy.trust_remote_code", "true"]), gpus_found=0)
     # A run's folder cannot ask for it.
-    path = started[0] / CONFIG_NAME
-    path.write_text(json.dumps({**json.loads(path.read_text()), "policy_trust_remote_code": True}))
+    edit_json(started[0] / CONFIG_NAME, lambda config: config.update(policy_trust_remote_code=True))
     assert not resumed(started[0]).config.policy_trust_remote_code
     assert resumed(started[0], "--policy.trust_remote_code=true").config.policy_trust_remote_code
 
 
-# ---- what a first-time user meets ----------------------------------------------------------------------------------
-
-
-def test_policy_options_without_effect_are_refused(setting):
+def test_policy_options_that_conflict_with_training_are_refused(setting):
+    with pytest.raises(ValueError, match="--policy.dtype=bfloat16.*weights that train must be float32"):
+        plan(setting, "--policy.dtype=bfloat16")
     message = "--policy.train_expert_only has no effect on a 'tiny_pi05' here; use --train.mode expert"
     with pytest.raises(ValueError, match=message):
         plan(setting, "--policy.train_expert_only=true")
@@ -522,7 +503,6 @@ def demo_cache(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("demo_cache")
 def test_rehearsal_adapts_batch_and_split_to_few_episodes(tmp_path):
-    """The preset's batch and share are for the demo; a dataset of three episodes was trained on one."""
     run = rehearsal(tmp_path, (9, 8, 7), ("go left", "go right"))
     assert [len(run.rows.train_episodes[0]), len(run.rows.eval_episodes[0])] == [2, 1]
     assert run.config.global_batch_size <= run.rows.per_epoch
@@ -538,7 +518,6 @@ def test_rehearsal_adapts_batch_and_split_to_few_episodes(tmp_path):
 
 @pytest.mark.usefixtures("demo_cache")
 def test_rehearsal_with_one_dataset_holding_out_nothing(tmp_path):
-    """Its only episode is trained on; the held-out error is that of the others."""
     cameras = {"observation.images.top": (48, 64)}
     other = make_dataset(tmp_path / "other", episodes=(6,), tasks=("go left",), cameras=cameras)
     run = rehearsal(tmp_path, (9, 8, 7), ("go left", "go right"), f"--dataset.root={tmp_path / 'small'},{other}")
@@ -558,7 +537,6 @@ def test_plan_names_tasks_without_training_episodes(setting):
 
 
 def test_episodes_are_excluded_by_file_task_and_dataset(setting, tmp_path, monkeypatch):
-    """By a file, whose words hold for the whole run; by task; of one dataset of two, by its path as it was given."""
     folder, dataset, _ = setting
     (tmp_path / "bad.json").write_text("[0, 4]")
     run = plan(setting, f"--dataset.exclude_episodes=@{tmp_path}/bad.json", "--dataset.tasks=*red*")
@@ -575,7 +553,6 @@ def test_episodes_are_excluded_by_file_task_and_dataset(setting, tmp_path, monke
 
 
 def test_demo_dataset_path_is_absolute(setting, monkeypatch):
-    """Processes of a cluster that was there before work in another folder than the driver."""
     folder, _, base = setting
     monkeypatch.chdir(folder)
     monkeypatch.setattr("vla_finetuning.plan.demo.prepare_dataset", lambda _: "dataset")

@@ -1,4 +1,4 @@
-"""Robots that differ in one run: each row is, to the policy, what it is in a run of its robot alone."""
+"""Mixtures of different robots against runs of a single robot and LeRobot."""
 
 import copy
 import json
@@ -20,7 +20,7 @@ from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 import vla
 from diagnostics import check_rows, show_dataset
 from tests import in_process, planted
-from tests.datasets import make_dataset
+from tests.datasets import edit_json, make_dataset
 from tests.planted import Fault
 from tests.tiny_backbones import KINDS
 from util import DeviceMetrics
@@ -58,7 +58,7 @@ MIXTURE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two datasets that differ in all that robots differ in, and a tiny policy for both."""
+    """Return the folder of two datasets of different robots and a tiny policy for both."""
     folder = tmp_path_factory.mktemp("robots")
     make_dataset(folder / "gantry", episodes=(9, 14, 11, 8), fps=10)
     cameras = {TOP: (60, 80)}
@@ -139,21 +139,21 @@ def draws(rows, config):
 
 @pytest.fixture(scope="module")
 def both(folder):
-    """Rows of both robots in one block, and the same rows of each alone: (run, rows, columns, {name: the same})."""
+    """Return (run, rows, columns, by_robot): rows of both robots mixed, and of each robot alone."""
     run = mixed(folder)
     rows, columns = read(run, range(24))
-    found = {}
+    by_robot = {}
     for number, name in enumerate(("arm", "gantry")):
-        own = alone(folder, name)
-        mine = np.flatnonzero(rows["dataset_index"] == number)
-        chosen = rows_alone(own, rows["index"][mine])
-        found[name] = own, mine, chosen, make_prepare(own.policy, own.rows)(chosen)
-    assert all(len(mine) > 2 for _, mine, _, _ in found.values())
-    return run, rows, columns, found
+        single = alone(folder, name)
+        places = np.flatnonzero(rows["dataset_index"] == number)
+        chosen = rows_alone(single, rows["index"][places])
+        by_robot[name] = single, places, chosen, make_prepare(single.policy, single.rows)(chosen)
+    assert all(len(places) > 2 for _, places, _, _ in by_robot.values())
+    return run, rows, columns, by_robot
 
 
 def assert_same_inputs(mixed_columns, prepared):
-    """Of the same rows: what the policy gets in the mixture and alone, but for padding of vectors."""
+    """Compare policy inputs of equal rows, ignoring the padding of vectors."""
     for key, values in prepared.items():
         if key in ("dataset_index", "position"):
             continue
@@ -165,11 +165,11 @@ def assert_same_inputs(mixed_columns, prepared):
 
 
 def test_mixed_rows_match_single_robot_inputs(both):
-    run, rows, columns, found = both
+    run, rows, columns, by_robot = both
     assert columns["action"].shape == (24, 6, 5)
-    for _, mine, _, prepared in found.values():
-        assert_same_inputs({key: values[mine] for key, values in columns.items()}, prepared)
-        assert (columns[ACTION_DIMS][mine] == (np.arange(5) < prepared["action"].shape[-1])).all()
+    for _, places, _, prepared in by_robot.values():
+        assert_same_inputs({key: values[places] for key, values in columns.items()}, prepared)
+        assert (columns[ACTION_DIMS][places] == (np.arange(5) < prepared["action"].shape[-1])).all()
     wrist = columns[WRIST + IS_PRESENT]
     np.testing.assert_array_equal(wrist, rows["dataset_index"] == 1)
     assert not columns[WRIST][~wrist].any() and columns[WRIST][wrist].any()
@@ -177,19 +177,19 @@ def test_mixed_rows_match_single_robot_inputs(both):
 
 
 def test_relative_actions_use_statistics_of_each_robot(folder, tmp_path):
-    """With the dimensions, the statistics and the state of its own; the robot's policy gives them back absolute."""
+    """Compare with a single run, with plain arithmetic, and with the exported pipelines."""
     flags = ("--policy.use_relative_actions=true", '--policy.relative_exclude_joints=["motor_1"]')
     flags += ("--dataset.statistics=lerobot", f"--output_dir={tmp_path / 'run'}")  # which gets the statistics
     run = mixed(folder, *flags)
-    said = describe(run)
-    assert "arm: predicts 4 of 5 dim" in said and "gantry: predicts 2 of 3 dimensions of an action relative" in said
+    text = describe(run)
+    assert "arm: predicts 4 of 5 dim" in text and "gantry: predicts 2 of 3 dimensions of an action relative" in text
     run = with_stats(run)
     rows, columns = read(run, range(24))
     for number, name in enumerate(("arm", "gantry")):
-        own, mine = with_stats(alone(folder, name, *flags)), np.flatnonzero(rows["dataset_index"] == number)
-        chosen = rows_alone(own, rows["index"][mine])
-        prepared, width = make_prepare(own.policy, own.rows)(chosen), chosen["action"].shape[-1]
-        np.testing.assert_array_equal(columns["action"][mine][..., :width], prepared["action"])
+        single, places = with_stats(alone(folder, name, *flags)), np.flatnonzero(rows["dataset_index"] == number)
+        chosen = rows_alone(single, rows["index"][places])
+        prepared, width = make_prepare(single.policy, single.rows)(chosen), chosen["action"].shape[-1]
+        np.testing.assert_array_equal(columns["action"][places][..., :width], prepared["action"])
         stats = run.policy.robots[number].stats["action"]
         relative = chosen["action"] - chosen["observation.state"][:, None, :width] * (np.arange(width) != 1)
         scaled = 2 * (relative - stats["q01"]) / (stats["q99"] - stats["q01"]) - 1
@@ -201,7 +201,9 @@ def test_relative_actions_use_statistics_of_each_robot(folder, tmp_path):
         saved = PreTrainedConfig.from_pretrained(tmp_path / name, cli_overrides=["--device=cpu"])
         pre, post = make_pre_post_processors(saved, pretrained_path=str(tmp_path / name))
         batch = {key: torch.from_numpy(chosen[key]) for key in ("action", "observation.state")}
-        shown = {f"{TOP}": torch.rand(len(mine), 3, 8, 8)} | ({WRIST: torch.rand(len(mine), 3, 8, 8)} if number else {})
+        shown = {f"{TOP}": torch.rand(len(places), 3, 8, 8)} | (
+            {WRIST: torch.rand(len(places), 3, 8, 8)} if number else {}
+        )
         absolute = post(pre({**batch, **shown, "task": list(chosen["task"])})["action"])
         torch.testing.assert_close(absolute, batch["action"], rtol=1e-4, atol=1e-4)
 
@@ -221,7 +223,6 @@ def test_chunks_match_lerobot_at_robot_rate_or_stride(folder, rates):
 
 
 def test_plan_and_report_account_for_stride(folder, tmp_path):
-    """Against the rows, which are LeRobot's (above)."""
     mixture = {"members": [{**MIXTURE["members"][1], "fps": 10}]}
     run = mixed(folder, "--dataset.missing_cameras=mask", f"--output_dir={tmp_path}", mixture=mixture)
     (rows,) = run.rows.source((0, run.rows.per_epoch)).read_rows(range(run.rows.per_epoch), run.rows.per_epoch)
@@ -241,7 +242,7 @@ def test_plan_and_report_account_for_stride(folder, tmp_path):
 
 @pytest.mark.parametrize("statistics", ["exact", "lerobot"])
 def test_relative_statistics_match_numpy_over_strided_chunks(folder, tmp_path, statistics):
-    """Against numpy over the rows that are trained on, whose dimensions are in another order than the files'."""
+    """Reorder dimensions as well."""
     flags = ("--policy.use_relative_actions=true", f"--dataset.statistics={statistics}")
     flags += ("--dataset.missing_cameras=mask", f"--output_dir={tmp_path / 'run'}")
     names = {
@@ -250,9 +251,9 @@ def test_relative_statistics_match_numpy_over_strided_chunks(folder, tmp_path, s
     }
     run = with_stats(mixed(folder, *flags, mixture={"members": [{**MIXTURE["members"][1], **names, "fps": 10}]}))
     (rows,) = run.rows.source((0, run.rows.per_epoch)).read_rows(range(run.rows.per_epoch), run.rows.per_epoch)
-    whole = ~rows["action_is_pad"].any(axis=1)
-    assert 0 < whole.sum() < len(whole)
-    chunks = (rows["action"] - rows["observation.state"][:, None, :5])[whole].reshape(-1, 5)
+    unpadded = ~rows["action_is_pad"].any(axis=1)
+    assert 0 < unpadded.sum() < len(unpadded)
+    chunks = (rows["action"] - rows["observation.state"][:, None, :5])[unpadded].reshape(-1, 5)
     stats = run.robots[0].stats["action"]
     for name, expected in (("min", chunks.min(0)), ("max", chunks.max(0)), ("mean", chunks.mean(0))):
         np.testing.assert_allclose(stats[name], expected, rtol=1e-4, atol=1e-5)
@@ -260,7 +261,7 @@ def test_relative_statistics_match_numpy_over_strided_chunks(folder, tmp_path, s
 
 
 def test_mixed_loss_and_gradient_match_single_robots(both):
-    run, rows, columns, found = both
+    run, rows, columns, by_robot = both
     loss, config = loss_of(run), run.policy.config
     noise, time = draws(24, config)
     together = loss(tensors(columns), noise, time, per_row=True)
@@ -268,15 +269,15 @@ def test_mixed_loss_and_gradient_match_single_robots(both):
     loss(tensors(columns), noise, time).backward()
     sums = loss.metrics.sums("loss_by_robot")
     for number, name in enumerate(("arm", "gantry")):
-        mine = found[name][1]
-        expected = torch.stack([together[mine].sum(), torch.tensor(float(len(mine)))])
+        places = by_robot[name][1]
+        expected = torch.stack([together[places].sum(), torch.tensor(float(len(places)))])
         torch.testing.assert_close(sums[:, number], expected.detach())
     gradients = {name: p.grad for name, p in loss.named_parameters() if p.grad is not None}
     summed = {}
-    for own, mine, _, prepared in found.values():
-        single = loss_of(own)
-        values = single(tensors(prepared), noise[mine], time[mine], per_row=True)
-        torch.testing.assert_close(together[mine], values, rtol=2e-5, atol=2e-6)
+    for single_run, places, _, prepared in by_robot.values():
+        single = loss_of(single_run)
+        values = single(tensors(prepared), noise[places], time[places], per_row=True)
+        torch.testing.assert_close(together[places], values, rtol=2e-5, atol=2e-6)
         (values.sum() / 24).backward()
         for name, parameter in single.named_parameters():
             if parameter.grad is not None:
@@ -289,7 +290,7 @@ def test_mixed_loss_and_gradient_match_single_robots(both):
 
 @pytest.fixture(scope="module")
 def of_one_size(tmp_path_factory):
-    """As `folder`, with cameras of one size, as a SmolVLA needs them; no policy."""
+    """Return datasets with cameras of one size, as SmolVLA needs them."""
     folder, size = tmp_path_factory.mktemp("one_size"), (48, 64)
     make_dataset(folder / "gantry", episodes=(9, 14), fps=10, cameras={TOP: size, WRIST: size})
     make_dataset(folder / "arm", episodes=(22, 17), cameras={TOP: size}, fps=20, state_dim=6, action_dim=5, seed=3)
@@ -304,21 +305,21 @@ def test_other_policy_types_train_and_export_per_robot(of_one_size, tmp_path, ki
     flags += ["--batch_size=4", "--log_freq=1", "--train.mode=full", "--scaling.use_gpu=false"]
     flags += [f"--{name}={value}" for name, value in options.items()]
 
-    def made(*where):
+    def plan(*where):
         return resolve(parse_args([*flags, *where]), gpus_found=0)
 
     with tiny.here():
-        run = made(write(of_one_size, MIXTURE))
+        run = plan(write(of_one_size, MIXTURE))
         rows, columns = read(run, range(16))
         noise, time = draws(16, run.policy.config)
         together = loss_of(run)(tensors(columns), noise, time, per_row=True)
         for number, name in enumerate(("arm", "gantry")):
-            own = made(f"--dataset.root={of_one_size / name}", f'--rename_map={{"{TOP}": "{BASE}"}}')
-            mine = np.flatnonzero(rows["dataset_index"] == number)
-            prepared = make_prepare(own.policy, own.rows)(rows_alone(own, rows["index"][mine]))
-            assert_same_inputs({key: values[mine] for key, values in columns.items()}, prepared)
-            apart = loss_of(own)(tensors(prepared), noise[mine], time[mine], per_row=True)
-            torch.testing.assert_close(together[mine], apart, rtol=2e-5, atol=2e-6)
+            single = plan(f"--dataset.root={of_one_size / name}", f'--rename_map={{"{TOP}": "{BASE}"}}')
+            places = np.flatnonzero(rows["dataset_index"] == number)
+            prepared = make_prepare(single.policy, single.rows)(rows_alone(single, rows["index"][places]))
+            assert_same_inputs({key: values[places] for key, values in columns.items()}, prepared)
+            apart = loss_of(single)(tensors(prepared), noise[places], time[places], per_row=True)
+            torch.testing.assert_close(together[places], apart, rtol=2e-5, atol=2e-6)
 
         in_process.train(run, worker=in_process.alone(run), make_checkpoints=CheckpointWriter)
         export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir)
@@ -328,15 +329,14 @@ def test_other_policy_types_train_and_export_per_robot(of_one_size, tmp_path, ki
             where = str(tmp_path / "run" / "pretrained_model" / name)
             policy = get_policy_class(kind).from_pretrained(where)
             pre, post = make_pre_post_processors(policy.config, pretrained_path=where)
-            seen = {camera: torch.rand(1, 3, 48, 64) for camera in cameras}
+            images = {camera: torch.rand(1, 3, 48, 64) for camera in cameras}
             chunk = policy.predict_action_chunk(
-                pre({**seen, "observation.state": torch.zeros(1, state), "task": ["go to the red bin"]})
+                pre({**images, "observation.state": torch.zeros(1, state), "task": ["go to the red bin"]})
             )
             assert post(chunk).shape == (1, policy.config.chunk_size, action)
 
 
 def test_notebook_cells_run_for_one_of_two_robots(folder, tmp_path, capsys):
-    """Its cells after training, on what is exported without any."""
     flags = ("--dataset.eval_split=0.3", "--dataset.robot_in_prompt=true", f"--output_dir={tmp_path}")
     run = with_stats(mixed(folder, *flags))
     for robot in run.policy.robots:
@@ -357,14 +357,14 @@ def test_notebook_cells_run_for_one_of_two_robots(folder, tmp_path, capsys):
 
 
 def test_camera_absent_from_micro_batch_is_dropped(both):
-    run, _, columns, found = both
-    arm = {key: values[found["arm"][1]] for key, values in columns.items()}
+    run, _, columns, by_robot = both
+    arm = {key: values[by_robot["arm"][1]] for key, values in columns.items()}
     assert WRIST not in tensors(arm) and BASE in tensors(arm)
-    kept = tensors(arm, drop_absent=False)
-    assert WRIST in kept
-    loss, (noise, time) = loss_of(run), draws(len(kept["action"]), run.policy.config)
+    padded = tensors(arm, drop_absent=False)
+    assert WRIST in padded
+    loss, (noise, time) = loss_of(run), draws(len(padded["action"]), run.policy.config)
     with torch.no_grad():
-        torch.testing.assert_close(loss(tensors(arm), noise, time), loss(kept, noise, time), rtol=2e-5, atol=1e-6)
+        torch.testing.assert_close(loss(tensors(arm), noise, time), loss(padded, noise, time), rtol=2e-5, atol=1e-6)
 
 
 def test_lerobot_pad_loss_matches_lerobot_forward(folder, both):
@@ -394,21 +394,19 @@ def test_member_order_does_not_change_rows(folder):
 
 
 def test_mixture_of_one_matches_single_dataset(folder):
-    one, plain = mixed(folder, mixture={"members": [MIXTURE["members"][0]]}), alone(folder, "gantry")
-    assert one.rows.identity == plain.rows.identity and len(one.robots) == 1
-    assert one.robots[0].rename_map == plain.robots[0].rename_map
-    found, expected = read(one, range(20))[1], read(plain, range(20))[1]
-    assert found.keys() == expected.keys()
-    assert not [key for key in found if key in (ACTION_DIMS, ROBOT) or key.endswith(IS_PRESENT)]
+    single, plain = mixed(folder, mixture={"members": [MIXTURE["members"][0]]}), alone(folder, "gantry")
+    assert single.rows.identity == plain.rows.identity and len(single.robots) == 1
+    assert single.robots[0].rename_map == plain.robots[0].rename_map
+    actual, expected = read(single, range(20))[1], read(plain, range(20))[1]
+    assert actual.keys() == expected.keys()
+    assert not [key for key in actual if key in (ACTION_DIMS, ROBOT) or key.endswith(IS_PRESENT)]
     for key, values in expected.items():
-        np.testing.assert_array_equal(found[key], values, err_msg=key)
+        np.testing.assert_array_equal(actual[key], values, err_msg=key)
 
 
 def test_camera_order_is_fixed_for_policy_without_input_features(folder, tmp_path):
-    """On the robot as in training, whatever order the robot's own dataset has them in."""
     shutil.copytree(folder / "base", tmp_path / "base")
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
-    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "input_features": {}}))
+    edit_json(tmp_path / "base/config.json", lambda config: config.update(input_features={}))
     gantry, arm = MIXTURE["members"]
     run = mixed(
         folder, f"--policy.path={tmp_path / 'base'}", mixture={"members": [gantry, {**arm, "rename_map": {TOP: WRIST}}]}
@@ -424,9 +422,6 @@ def test_robot_in_prompt_lengthens_prompt(folder):
         run = mixed(folder, f"--dataset.robot_in_prompt={flag}")
         tokens[flag] = read(run, range(8))[1]["observation.language.attention_mask"].sum(axis=1)
     assert (tokens["true"] > tokens["false"]).all()
-
-
-# ---- the file ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -493,27 +488,25 @@ def test_string_feature_survives_matching(folder):
     meta = load_metadata(folder / "arm")
     text = replace(meta.features["observation.state"], key="text", dtype="string", shape=(1,), names=None)
     meta = replace(meta, features={**meta.features, "observation.subtask": text})
-    found = _without_unmatched(meta, [TOP]).features
-    assert "observation.subtask" in found and TOP in found and "observation.state" not in found
+    matched = _without_unmatched(meta, [TOP]).features
+    assert "observation.subtask" in matched and TOP in matched and "observation.state" not in matched
 
 
 def test_datasets_of_one_robot_share_camera_keys(folder):
-    """That of the first would be read of all."""
     gantry = MIXTURE["members"][0]
     shutil.copytree(folder / "gantry", folder / "gantry2")
-    other = {**copy.deepcopy(gantry), "root": "gantry2"}  # else YAML has a reference
+    copied = {**copy.deepcopy(gantry), "root": "gantry2"}  # else YAML has a reference
     with pytest.raises(ValueError, match=r"gantry2: camera_keys \['observation.images.top'\].* the same camera_keys"):
-        mixed(folder, mixture={"members": [gantry, {**other, "camera_keys": [TOP]}]})
-    both = [{**one, "camera_keys": [TOP]} for one in (gantry, other)]
+        mixed(folder, mixture={"members": [gantry, {**copied, "camera_keys": [TOP]}]})
+    both = [{**member, "camera_keys": [TOP]} for member in (gantry, copied)]
     run = mixed(folder, "--dataset.missing_cameras=mask", mixture={"members": both})
     assert run.rows.camera_keys == (BASE,) and run.robots[0].own_names == {BASE: TOP}
-    both = [{**one, "rename_map": {TOP: WRIST, WRIST: BASE}} for one in both]
+    both = [{**member, "rename_map": {TOP: WRIST, WRIST: BASE}} for member in both]
     run = mixed(folder, "--dataset.missing_cameras=mask", mixture={"members": both})
     assert run.robots[0].own_names == {WRIST: TOP}  # or an export would see by a camera that was masked in training
 
 
 def test_drop_n_last_frames_is_scaled_with_stride(folder):
-    """Its own number is of frames that are one action apart."""
     options = [f"--policy.{name}={value}" for name, value in KINDS["diffusion"].options.items()]
     where = write(folder, {"members": [{"root": "arm", "fps": 10}]}, "other.yaml")
     flags = [*FLAGS[:3], "--train.mode=full", "--scaling.use_gpu=false", "--policy.type=diffusion", where, *options]
@@ -525,7 +518,7 @@ def test_drop_n_last_frames_is_scaled_with_stride(folder):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_compiled_held_out_batches_include_all_cameras(folder, compiled):
-    """Whole batches are of one robot there; compiled code would be compiled anew for those without a camera."""
+    """Batches of one robot would otherwise be recompiled for their set of cameras."""
     run = mixed(folder, "--dataset.eval_split=0.3", "--eval_steps=2")
     spec = replace(run.policy, train=replace(run.policy.train, compile=compiled))
     run = replace(run, policy=spec, job=replace(run.job, batch_size=4))
@@ -542,13 +535,10 @@ def test_member_action_names_set_dimension_order(folder):
     run = mixed(folder, mixture={"members": [{**gantry, "action": names}, arm]})
     rows, columns = read(run, range(16))
     plain_rows, plain = read(mixed(folder), range(16))
-    mine = rows["dataset_index"] == 1
-    np.testing.assert_array_equal(rows["action"][mine][..., :3], plain_rows["action"][mine][..., [2, 0, 1]])
-    np.testing.assert_allclose(columns["action"][mine][..., :3], plain["action"][mine][..., [2, 0, 1]], atol=1e-6)
+    places = rows["dataset_index"] == 1
+    np.testing.assert_array_equal(rows["action"][places][..., :3], plain_rows["action"][places][..., [2, 0, 1]])
+    np.testing.assert_allclose(columns["action"][places][..., :3], plain["action"][places][..., [2, 0, 1]], atol=1e-6)
     assert run.rows.metas[1].features["action"].names == tuple(names)
-
-
-# ---- the program ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ray
@@ -556,7 +546,7 @@ def test_member_action_names_set_dimension_order(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_run_exports_policy_for_each_robot(folder, ray_cluster, monkeypatch):
-    """Each row as often as its dataset's weight says; LeRobot alone loads what is exported."""
+    """Check row counts by weight, and load the exports with LeRobot alone."""
     output = folder / "run"
     (folder / "gantry" / "meta" / "environment.json").write_text('{"drawn": {"type": "a simulator"}}')
     argv = [
@@ -581,24 +571,23 @@ def test_killed_run_exports_policy_for_each_robot(folder, ray_cluster, monkeypat
     for where, state, action, cameras in ((arm, 6, 5, [TOP]), (gantry, 4, 3, [TOP, WRIST])):
         policy = TinyPI05Policy.from_pretrained(where)
         pre, post = make_pre_post_processors(policy.config, pretrained_path=str(where))
-        seen = {camera: torch.rand(1, 3, 60, 80) for camera in cameras}
+        images = {camera: torch.rand(1, 3, 60, 80) for camera in cameras}
         chunk = post(
-            policy.predict_action_chunk(pre({**seen, "observation.state": torch.zeros(1, state), "task": [""]}))
+            policy.predict_action_chunk(pre({**images, "observation.state": torch.zeros(1, state), "task": [""]}))
         )
         assert chunk.shape == (1, 6, action)
     page = (output / "report.html").read_text()
     assert "loss_by_robot over steps" in page and "<h3>arm</h3>" in page
     assert "for the robot `arm`" in push.model_card(output, "me/both-arm", "arm")
     assert push.exported_robots(output / "pretrained_model") == ["arm", "gantry"]
-    told = json.loads((arm / "robot.json").read_text())
-    assert (told["robot"], told["instructions_begin_with"]) == ("arm", "arm: ")
+    robot_file = json.loads((arm / "robot.json").read_text())
+    assert (robot_file["robot"], robot_file["instructions_begin_with"]) == ("arm", "arm: ")
     assert "robot.json" in push.exported_files(arm)[0]
     assert json.loads((gantry / "environment.json").read_text()) == {"drawn": {"type": "a simulator"}}
     assert not (arm / "environment.json").exists()
 
 
 def test_show_dataset_finds_misfits_among_chosen_cameras_only(tmp_path, capsys):
-    """Of cameras that are not chosen one dataset may have more; other flags are of one dataset alone."""
     make_dataset(tmp_path / "both", episodes=(5, 4))
     make_dataset(tmp_path / "one", episodes=(5, 4), cameras={TOP: (48, 64)})
     chosen = [{"root": name, "camera_keys": [TOP]} for name in ("both", "one")]

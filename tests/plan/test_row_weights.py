@@ -1,4 +1,4 @@
-"""Rows weighed in the loss, against LeRobot's own weighter and step."""
+"""Row weights in the loss against LeRobot's RABC weights and training step."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ CHUNK, FRAMES = 8, 60
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    """A dataset that goes forward, stands, goes back, and of which some frames are not known."""
+    """Make a dataset whose progress rises, stalls, falls, and has gaps."""
     folder = tmp_path_factory.mktemp("row_weights")
     root = make_dataset(folder / "dataset", episodes=(30, 12, 18), cameras={"observation.images.top": (48, 64)})
     meta = load_metadata(root)
@@ -67,13 +67,15 @@ def run_of(setting, *flags):
 def test_row_weights_match_lerobot_rabc(setting, options):
     flags = [f"--sample_weighting.{k}={json.dumps(v).strip(chr(34))}" for k, v in options.items()]
     run = run_of(setting, *flags)
-    given = {k: v for k, v in options.items() if k in ("kappa", "epsilon")} | options.get("extra_params", {})
-    theirs = RABCWeights(setting[1] / "sarm_progress.parquet", CHUNK, device=torch.device("cpu"), **given)
+    parameters = {k: v for k, v in options.items() if k in ("kappa", "epsilon")} | options.get("extra_params", {})
+    theirs = RABCWeights(setting[1] / "sarm_progress.parquet", CHUNK, device=torch.device("cpu"), **parameters)
     deltas = np.array([theirs._compute_delta(i) for i in range(FRAMES)], np.float32)
     np.testing.assert_array_equal(run.rows.weights, theirs._compute_weights(deltas))
     mixture = {str(setting[1]): {"fps": 5}}  # half of the dataset's: a chunk spans twice as many frames
     slower = run_of(setting, f"--dataset.mixture={json.dumps(mixture)}", "--dataset.root=null", *flags)
-    theirs_slower = RABCWeights(setting[1] / "sarm_progress.parquet", 2 * CHUNK, device=torch.device("cpu"), **given)
+    theirs_slower = RABCWeights(
+        setting[1] / "sarm_progress.parquet", 2 * CHUNK, device=torch.device("cpu"), **parameters
+    )
     deltas = np.array([theirs_slower._compute_delta(i) for i in range(FRAMES)], np.float32)
     np.testing.assert_array_equal(slower.rows.weights, theirs_slower._compute_weights(deltas))
     assert len(set(run.rows.weights.tolist())) > 2 and (run.rows.weights == 0).any()
@@ -95,7 +97,6 @@ def test_row_weights_match_lerobot_rabc(setting, options):
 
 
 def test_weighted_gradient_matches_lerobot():
-    """The whole way through PI0.5: its own forward, row by row, weighed as LeRobot's step does."""
     policy, weights = make_policy(), np.array([0.0, 1.0, 0.4], np.float32)
     batch, noise, time = make_batch(policy)
     batch, noise, time = {key: value[:3] for key, value in batch.items()}, noise[:3], time[:3]
@@ -105,8 +106,8 @@ def test_weighted_gradient_matches_lerobot():
     ((losses * normalised).sum() / (normalised.sum() + 1e-6)).backward()
     row_weight = torch.from_numpy(loss_factors(weights, 1e-6))
     PI05Loss(policy)({**batch, "row_weight": row_weight}, noise, time).backward()
-    found, expected = (p.model.action_out_proj.weight.grad for p in (policy, theirs))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    actual, expected = (p.model.action_out_proj.weight.grad for p in (policy, theirs))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_missing_hub_progress_names_remedy(setting, monkeypatch):
@@ -151,11 +152,10 @@ def test_invalid_sample_weighting_is_refused(setting, flags, message):
 
 
 def test_resume_requires_same_progress_file_and_revision(setting, tmp_path, monkeypatch):
-    """A resumed run must have the same file, and of the dataset's own repository that of its commit."""
     folder, root, base = setting
-    table, asked = pq.read_table(root / "sarm_progress.parquet"), []
-    other = table.set_column(2, "progress_sparse", pa.array(np.asarray(table["progress_sparse"]) / 2))
-    pq.write_table(other, tmp_path / "other.parquet")
+    table, downloads = pq.read_table(root / "sarm_progress.parquet"), []
+    halved = table.set_column(2, "progress_sparse", pa.array(np.asarray(table["progress_sparse"]) / 2))
+    pq.write_table(halved, tmp_path / "other.parquet")
     flags = "--sample_weighting.type=rabc", f"--sample_weighting.progress_path={tmp_path / 'other.parquet'}"
     saved = replace(run_of(setting, flags[0]).job.start, step=1)
     with pytest.raises(ValueError, match="the data is not what the run was started with .row_weights: was"):
@@ -164,12 +164,15 @@ def test_resume_requires_same_progress_file_and_revision(setting, tmp_path, monk
 
     run = run_of(setting, flags[0])
     dataset = replace(run.config.dataset, repo_id="them/theirs", revision="f00d")
-    monkeypatch.setattr("vla_finetuning.plan.row_weights.hf_hub_download", lambda *a, **k: asked.append((a, k)) or path)
+    monkeypatch.setattr(
+        "vla_finetuning.plan.row_weights.hf_hub_download", lambda *a, **k: downloads.append((a, k)) or path
+    )
     path = root / "sarm_progress.parquet"
     for named in (None, "hf://datasets/them/theirs/a/b.parquet", "hf://datasets/others/b.parquet/c"):
         weighting = replace(run.config.sample_weighting, progress_path=named)
-        row_weights(replace(run.config, dataset=dataset, sample_weighting=weighting), run.rows.metas, run.policy.config)
-    assert [(*a, k["revision"]) for a, k in asked] == [
+        config = replace(run.config, dataset=dataset, sample_weighting=weighting)
+        row_weights(config, run.rows.metas, run.policy.config, step=1)
+    assert [(*a, k["revision"]) for a, k in downloads] == [
         ("them/theirs", "sarm_progress.parquet", "f00d"),
         ("them/theirs", "a/b.parquet", "f00d"),
         ("others/b.parquet", "c", None),
@@ -184,7 +187,7 @@ def test_mismatched_progress_is_refused(setting, tmp_path):
         run_of(setting, f"--sample_weighting.progress_path={tmp_path / 'other.parquet'}")
     run = run_of(setting, "--sample_weighting.type=rabc")
     with pytest.raises(ValueError, match="needs a loss by rows, which .*pi05, .*have; the policy is of type act"):
-        row_weights(run.config, run.rows.metas, SimpleNamespace(type="act"))
+        row_weights(run.config, run.rows.metas, SimpleNamespace(type="act"), step=1)
     both = f"--dataset.root={setting[1]},{shutil.copytree(setting[1], tmp_path / 'other')}"
     with pytest.raises(ValueError, match="knows frames by their index in one dataset, and there are 2"):
         run_of(setting, "--sample_weighting.type=rabc", both)

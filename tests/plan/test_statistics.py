@@ -1,4 +1,4 @@
-"""Which statistics a run has, and that they are what its rows are normalised by and what it exports."""
+"""Statistics of a run against numpy and LeRobot, in normalization and in the export."""
 
 import json
 import shutil
@@ -14,9 +14,10 @@ from lerobot.policies.factory import make_pre_post_processors
 import vla
 from tests import in_process
 from tests.data.test_quantiles import assert_numpys, rows_of
-from tests.datasets import edit_rows, make_dataset
+from tests.datasets import edit_json, edit_rows, make_dataset
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.relative_actions import RelativeActions, relative_chunks
+from vla_finetuning.files import write_json
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.plan import statistics
@@ -31,7 +32,7 @@ VECTORS = ("action", "observation.state")
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    """A dataset with the quantiles of all rows; beside it, `averaged`, the same with LeRobot's."""
+    """Make a dataset with exact quantiles, and `averaged` with LeRobot's averages."""
     setting = in_process.make_setting(tmp_path_factory.mktemp("statistics"), episodes=(12, 9, 14, 11))
     make_dataset(setting[0] / "averaged", episodes=(12, 9, 14, 11), true_quantiles=False)
     return setting
@@ -40,13 +41,6 @@ def setting(tmp_path_factory):
 def averaged(setting):
     folder, _, base = setting
     return folder, folder / "averaged", base
-
-
-def edit_stats(root, edit):
-    path = root / "meta" / "stats.json"
-    stats = json.loads(path.read_text())
-    edit(stats)
-    path.write_text(json.dumps(stats))
 
 
 def test_stored_statistics_are_used_if_accurate(setting):
@@ -78,9 +72,9 @@ def test_inaccurate_stored_statistics_are_replaced_by_exact(setting):
 
 def test_requested_inaccurate_statistics_are_used_with_warning(setting):
     stored = load_metadata(averaged(setting)[1]).stats
-    for asked in ("stored", "lerobot"):
-        run = in_process.resolved(averaged(setting), **{"dataset.statistics": asked})
-        assert not run.robots[0].missing_stats and run.config.dataset.statistics == asked
+    for choice in ("stored", "lerobot"):
+        run = in_process.resolved(averaged(setting), **{"dataset.statistics": choice})
+        assert not run.robots[0].missing_stats and run.config.dataset.statistics == choice
         for key in VECTORS:
             np.testing.assert_equal(dict(run.robots[0].stats[key]), stored[key])
     assert "WARNING: they do not describe" in describe(run) and "--dataset.statistics=exact" in describe(run)
@@ -88,7 +82,7 @@ def test_requested_inaccurate_statistics_are_used_with_warning(setting):
 
 def test_invalid_stored_statistics_are_ignored_if_exact(setting, tmp_path):
     root = shutil.copytree(setting[1], tmp_path / "copy")
-    edit_stats(root, lambda stats: stats["action"].update(q99=[float("nan")]))
+    edit_json(root / "meta/stats.json", lambda stats: stats["action"].update(q99=[float("nan")]))
     changed = (setting[0], root, setting[2])
     with pytest.raises(ValueError, match="statistic 'q99' of 'action' is not finite"):
         in_process.resolved(changed)
@@ -98,7 +92,7 @@ def test_invalid_stored_statistics_are_ignored_if_exact(setting, tmp_path):
 
 def test_missing_stored_quantile_is_computed_or_refused(setting, tmp_path):
     root = shutil.copytree(setting[1], tmp_path / "copy")
-    edit_stats(root, lambda stats: stats["action"].pop("q99"))
+    edit_json(root / "meta/stats.json", lambda stats: stats["action"].pop("q99"))
     changed = (setting[0], root, setting[2])
     run = in_process.resolved(changed)
     assert run.config.dataset.statistics == "exact" and "meta/stats.json lacks action: q99" in describe(run)
@@ -110,10 +104,9 @@ def test_missing_stored_quantile_is_computed_or_refused(setting, tmp_path):
 
 @pytest.mark.parametrize(("damage", "relative"), [("file", True), ("NaN", False)])
 def test_lerobot_statistics_survive_unreadable_excluded_episode(setting, tmp_path, damage, relative):
-    """They are those of all episodes where all can be read, and otherwise of those that are chosen."""
     folder, _, base = setting
     root = make_dataset(tmp_path / "d", episodes=(12, 13, 14), true_quantiles=False, data_files_size_in_mb=1e-6)
-    edit_stats(root, lambda stats: [stats[key].pop("q01") for key in VECTORS])
+    edit_json(root / "meta/stats.json", lambda stats: [stats[key].pop("q01") for key in VECTORS])
     flags = {"dataset.statistics": "lerobot", "policy.use_relative_actions": str(relative).lower()}
     without_1, without_0 = (
         in_process.resolved((folder, root, base), **flags | {"dataset.exclude_episodes": number}) for number in (1, 0)
@@ -139,57 +132,54 @@ def test_resumed_run_keeps_exact_statistics(setting, tmp_path):
     started = (tmp_path, copy, setting[2])
     run = with_stats(in_process.resolved(started))
     run.job.output_dir.mkdir(exist_ok=True)
-    config = run.job.output_dir / CONFIG_NAME
-    config.write_text(json.dumps(run.config.to_json()))
+    write_json(run.job.output_dir / CONFIG_NAME, run.config.to_json())
     (copy / "meta/stats.json").write_text((setting[1] / "meta/stats.json").read_text())  # these would be used now
-    again = resolve(parse_args(["--resume", f"--output_dir={run.job.output_dir}"]), gpus_found=0)
-    assert again.config.dataset.statistics == "exact"
+    resumed = resolve(parse_args(["--resume", f"--output_dir={run.job.output_dir}"]), gpus_found=0)
+    assert resumed.config.dataset.statistics == "exact"
     for name, value in run.robots[0].stats["action"].items():
-        np.testing.assert_array_equal(with_stats(again).robots[0].stats["action"][name], value)
+        np.testing.assert_array_equal(with_stats(resumed).robots[0].stats["action"][name], value)
 
 
 def test_changed_statistics_are_refused_after_first_checkpoint(setting, tmp_path, monkeypatch):
-    """As where a damaged file, which --dataset.on_error=skip left out of them, was repaired in between."""
     run = in_process.resolved(setting, output_dir=tmp_path)
 
-    def held(**changes):
+    def recorded(**changes):
         stats = {key: dict(values) for key, values in run.robots[0].stats.items()}
         for name, change in changes.items():
             stats["action"][name] = stats["action"][name] * change
         check_run_statistics(run.job, run.policy.select_robot(replace(run.robots[0], stats=stats)))
         return json.loads((tmp_path / "statistics.json").read_text())
 
-    first = held()
+    first = recorded()
     assert first["action"]["q99"] == run.robots[0].stats["action"]["q99"].tolist()
-    assert held(q99=2.0) != first  # nothing was trained yet
-    held()
+    assert recorded(q99=2.0) != first  # nothing was trained yet
+    recorded()
     monkeypatch.setattr(statistics, "latest_checkpoint", lambda folder: folder / "step_00000003")
-    assert held(q01=1 + 1e-6, q99=1 - 1e-6) == first  # files come in another order
+    assert recorded(q01=1 + 1e-6, q99=1 - 1e-6) == first  # files come in another order
     with pytest.raises(ValueError, match=r"statistics.json: the run has been normalised by other statistics of action"):
-        held(q99=1.1)
-    assert held() == first
+        recorded(q99=1.1)
+    assert recorded() == first
 
 
 def test_statistics_of_mixture_match_weighted_numpy(setting):
-    """Their own quantiles cannot be joined: those of all rows are looked for, by the weights of what is trained on."""
     _, root, base = setting
-    other = make_dataset(setting[0] / "other", episodes=(30, 11, 9, 41), seed=1)
+    second = make_dataset(setting[0] / "other", episodes=(30, 11, 9, 41), seed=1)
     flags = [f"--policy.path={base}", f"--output_dir={setting[0] / 'mixed'}", "--batch_size=2", "--steps=3"]
-    mixture = json.dumps({str(root): 1, str(other): 2})
+    mixture = json.dumps({str(root): 1, str(second): 2})
     run = resolve(parse_args([*flags, f"--dataset.mixture={mixture}", "--dataset.eval_split=0.3"]), gpus_found=0)
     assert run.config.dataset.statistics == "exact" and "quantiles of several datasets" in describe(run)
     assert all(len(held_out) for held_out in run.rows.eval_episodes)
-    metas = [load_metadata(root), load_metadata(other)]
-    found = with_stats(run)
+    metas = [load_metadata(root), load_metadata(second)]
+    completed = with_stats(run)
     for key in VECTORS:
         rows = [rows_of(meta, key, episodes) for meta, episodes in zip(metas, run.rows.train_episodes, strict=True)]
         counts = run.rows.identity["rows_per_source"]
-        weights = np.repeat([count / len(own) for count, own in zip(counts, rows, strict=True)], list(map(len, rows)))
-        assert_numpys(found.robots[0].stats[key], np.concatenate(rows), weights)
+        weights = np.repeat([count / len(part) for count, part in zip(counts, rows, strict=True)], list(map(len, rows)))
+        assert_numpys(completed.robots[0].stats[key], np.concatenate(rows), weights)
     by_frames = resolve(
         parse_args([*flags, f"--dataset.mixture={mixture}", "--dataset.mixture_stats=frames"]), gpus_found=0
     )
-    for run in (by_frames, resolve(parse_args([*flags, f"--dataset.root={root},{other}"]), gpus_found=0)):
+    for run in (by_frames, resolve(parse_args([*flags, f"--dataset.root={root},{second}"]), gpus_found=0)):
         rows = [rows_of(meta, "action", meta.episode_index) for meta in metas]
         assert_numpys(with_stats(run).robots[0].stats["action"], np.concatenate(rows))
 
@@ -197,12 +187,11 @@ def test_statistics_of_mixture_match_weighted_numpy(setting):
 def test_unused_features_may_differ_in_width(setting):
     meta = load_metadata(setting[1])
     effort = [{name: np.ones(width) for name in AGGREGATED} for width in (6, 7)]
-    metas = [replace(meta, stats={**meta.stats, "observation.effort": one}) for one in effort]
+    metas = [replace(meta, stats={**meta.stats, "observation.effort": values}) for values in effort]
     assert join_stats(metas, None, VECTORS).keys() == set(VECTORS)
 
 
 def test_missing_statistics_of_one_dataset_match_lerobot_aggregate(setting, tmp_path):
-    """With "lerobot" they are computed, and both datasets count, as in LeRobot's merged datasets."""
     second = make_dataset(tmp_path / "second", episodes=(5, 8), seed=1, true_quantiles=False)
     expected = aggregate_stats([load_metadata(setting[1]).stats, load_metadata(second).stats])
     (second / "meta/stats.json").unlink()
@@ -218,7 +207,6 @@ def test_missing_statistics_of_one_dataset_match_lerobot_aggregate(setting, tmp_
 
 
 def test_different_units_are_refused_once_statistics_are_computed(setting):
-    """Stored quantiles that do not describe a dataset say nothing of its units."""
     metres = make_dataset(setting[0] / "metres", episodes=(30, 41), seed=1, true_quantiles=False)
     edit_rows(metres, "action", lambda values, *_: np.multiply(values, 1000, out=values))
     flags = [f"--policy.path={setting[2]}", f"--output_dir={setting[0] / 'units'}", "--batch_size=2", "--steps=3"]
@@ -258,7 +246,6 @@ def test_export_carries_trained_statistics(setting, tmp_path):
 
 
 def test_constant_dimensions_are_normalized_to_bounded_range(setting, tmp_path):
-    """They are normalised to the middle of the range, whatever else comes is no huge number, and the way back is."""
     root = shutil.copytree(setting[1], tmp_path / "copy")
 
     def hold(values, episode, frame):
@@ -272,9 +259,9 @@ def test_constant_dimensions_are_normalized_to_bounded_range(setting, tmp_path):
     assert "action: motor_0 never changes there; it is normalised by 1% of its value" in describe(run)
     run = with_stats(run)
     for key in VECTORS:
-        found = run.robots[0].stats[key]
-        np.testing.assert_allclose(found["q01"][:2], [0.3 - CONSTANT_RANGE, 2.0], rtol=1e-6)
-        np.testing.assert_allclose(found["q99"][:2], [0.3 + CONSTANT_RANGE, 7.0], rtol=1e-6)
+        ranges = run.robots[0].stats[key]
+        np.testing.assert_allclose(ranges["q01"][:2], [0.3 - CONSTANT_RANGE, 2.0], rtol=1e-6)
+        np.testing.assert_allclose(ranges["q99"][:2], [0.3 + CONSTANT_RANGE, 7.0], rtol=1e-6)
     data = vla.build_dataset(run)
     rows = next(data.read(stream=(0, run.rows.last_row)).read_rows(np.arange(46), 46))
     actions = data.prepare(rows)["action"]
@@ -284,13 +271,12 @@ def test_constant_dimensions_are_normalized_to_bounded_range(setting, tmp_path):
 
 
 def test_widen_ranges_changes_only_zero_ranges_in_use():
-    """Of the ranges that a normaliser uses, only those that it would divide by nothing are others."""
     stats = {
         "a": {"mean": np.array([2.0, 300.0, 0.0]), "std": np.array([1.0, 0.0, 0.0]), "q50": np.zeros(3)},
         "b": {"min": np.array([0.0, 5.0]), "max": np.array([1.0, 5.0]), "q01": np.zeros(2), "q99": np.zeros(2)},
     }
-    found = widen_ranges(stats, {"a": {"mean", "std"}, "b": {"min", "max"}, "c": {"q01"}})
-    assert found["a"]["std"].tolist() == [1, 3, 0.01] and found["a"]["mean"] is stats["a"]["mean"]
-    assert found["b"]["min"].tolist() == [0, 4.95] and found["b"]["max"].tolist() == [1, 5.05]
-    assert found["b"]["q99"].tolist() == [0, 0]  # nothing is normalised by it
+    widened = widen_ranges(stats, {"a": {"mean", "std"}, "b": {"min", "max"}, "c": {"q01"}})
+    assert widened["a"]["std"].tolist() == [1, 3, 0.01] and widened["a"]["mean"] is stats["a"]["mean"]
+    assert widened["b"]["min"].tolist() == [0, 4.95] and widened["b"]["max"].tolist() == [1, 5.05]
+    assert widened["b"]["q99"].tolist() == [0, 0]  # nothing is normalised by it
     assert stats["a"]["std"].tolist() == [1, 0, 0]
