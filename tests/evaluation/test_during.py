@@ -92,11 +92,12 @@ def test_training_run_evaluates_its_checkpoints(ray_cluster, setting, monkeypatc
 
 
 class StandInPlay:
-    """Replaces `play`: records its calls, and ends episodes once allowed."""
+    """Replaces `play`: records its calls, and ends episodes unless held back."""
 
     def __init__(self):
         self.steps, self.threads, self.may, self.error = [], [], threading.Event(), None
         self.succeeds, self.fails_with = lambda episode: True, None
+        self.may.set()
 
     def __call__(self, episodes, conditions, sources, makers, options, *, on_end, stopped, **_):
         self.steps.append(int(sources["policy"].folder.name.removeprefix("step_")))
@@ -113,7 +114,7 @@ class StandInPlay:
 
 
 @pytest.fixture
-def stand_in_play(monkeypatch):
+def playback(monkeypatch):
     stand_in = StandInPlay()
     monkeypatch.setattr(during, "play", stand_in)
     monkeypatch.setattr(during, "POLL_S", 0.02)
@@ -137,10 +138,16 @@ def run(resolved, tmp_path):
     return run
 
 
-def saved(run, step):
-    folder = run.job.checkpoints_dir / f"step_{step:08d}"
-    folder.mkdir()
-    (folder / "state.json").touch()
+def save(run, *steps):
+    for step in steps:
+        folder = run.job.checkpoints_dir / f"step_{step:08d}"
+        folder.mkdir()
+        (folder / "state.json").touch()
+
+
+def save_and_finish(run, *steps):
+    save(run, *steps)
+    return Evaluator(run, policy_at).finish()
 
 
 def eventually(condition):
@@ -150,132 +157,118 @@ def eventually(condition):
         time.sleep(0.02)
 
 
-def test_training_does_not_wait_and_pending_checkpoints_play_at_its_end(run, stand_in_play):
+def test_training_does_not_wait_and_pending_checkpoints_play_at_its_end(run, playback):
+    playback.may.clear()
     data = ExecutionOptions()
     evaluator = Evaluator(run, policy_at)
     with evaluator.beside(run, data):
-        for step in (2, 3, 4):
-            saved(run, step)
-        eventually(lambda: stand_in_play.steps == [2])
-        saved(run, 8)  # and the training is over
+        save(run, 2, 3, 4)
+        eventually(lambda: playback.steps == [2])
+        save(run, 8)  # and the training is over
     assert evaluated(run) == []
     # The CPUs of the evaluation are excluded from data loading.
     assert data.exclude_resources.cpu == 1.5
-    stand_in_play.may.set()
+    playback.may.set()
     assert evaluator.finish() == 0
-    assert stand_in_play.steps == [2, 4, 8] and evaluated(run) == [2, 4, 8]
+    assert playback.steps == [2, 4, 8] and evaluated(run) == [2, 4, 8]
     main = threading.current_thread()
-    assert stand_in_play.threads[0] is not main and stand_in_play.threads[2] is main
+    assert playback.threads[0] is not main and playback.threads[2] is main
 
 
-def test_played_checkpoint_is_scored_without_replay_after_kill(run, stand_in_play):
+def test_played_checkpoint_is_scored_without_replay_after_kill(run, playback):
     """Its line was lost or cut off; lines of other checkpoints stay."""
-    stand_in_play.may.set()
-    saved(run, 2)
-    assert Evaluator(run, policy_at).finish() == 0
+    assert save_and_finish(run, 2) == 0
     path = run.job.output_dir / "evaluations.jsonl"
     path.write_text('{"step": 2, "epis')
     episodes = run.job.output_dir / "evaluations" / "step_00000002" / "episodes.jsonl"
     lines = [{**json.loads(line), "success_once": n > 0} for n, line in enumerate(episodes.read_text().splitlines())]
     episodes.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    saved(run, 4)
-    assert Evaluator(run, policy_at).finish() == 0
-    assert stand_in_play.steps == [2, 4]
+    assert save_and_finish(run, 4) == 0
+    assert playback.steps == [2, 4]
     assert [(line["step"], line["successes"]) for line in evaluations(run.job.output_dir)] == [(2, 2), (4, 3)]
 
 
-def test_retrained_checkpoint_is_evaluated_again(run, stand_in_play):
+def test_retrained_checkpoint_is_evaluated_again(run, playback):
     """A resume from step 2 voids the evaluation of step 4."""
-    stand_in_play.may.set()
     start_attempt(run.job.output_dir, 0, 1)
-    for step in (2, 4):
-        saved(run, step)
-    assert Evaluator(run, policy_at).finish() == 0
+    assert save_and_finish(run, 2, 4) == 0
     start_attempt(run.job.output_dir, 2, 1)
     assert evaluated(run) == [2]
-    stand_in_play.succeeds = lambda episode: False
-    assert Evaluator(run, policy_at).finish() == 0
-    assert stand_in_play.steps == [2, 4, 4]
+    playback.succeeds = lambda episode: False
+    assert save_and_finish(run) == 0
+    assert playback.steps == [2, 4, 4]
     assert [(line["step"], line["successes"]) for line in evaluations(run.job.output_dir)] == [(2, 3), (4, 0)]
 
 
-def test_scores_are_reported_per_task(run, stand_in_play, monkeypatch):
-    stand_in_play.may.set()
-    saved(run, 4)
-    assert Evaluator(run, policy_at).finish() == 0
+def test_scores_are_reported_per_task(run, playback, monkeypatch):
+    assert save_and_finish(run, 4) == 0
     monkeypatch.setattr(during, "task_makers", lambda env: dict.fromkeys(("reach", "push")))
-    stand_in_play.succeeds = lambda episode: episode.task == "push" and episode.episode > 0
-    saved(run, 8)
-    assert Evaluator(run, policy_at).finish() == 0
+    playback.succeeds = lambda episode: episode.task == "push" and episode.episode > 0
+    assert save_and_finish(run, 8) == 0
     of_one, of_two = evaluations(run.job.output_dir)
     assert "by_task" not in of_one and of_two["successes"] == 2
     by_task = [(row["label"], row["successes"], row["episodes"]) for row in of_two["by_task"]]
     assert by_task == [("reach", 0, 3), ("push", 2, 3)]
 
 
-def test_stopped_run_aborts_evaluation_and_resumed_run_completes_it(run, stand_in_play):
+def test_stopped_run_aborts_evaluation_and_resumed_run_completes_it(run, playback):
+    playback.may.clear()
     evaluator = Evaluator(run, policy_at)
     with evaluator.beside(run, ExecutionOptions()):
-        saved(run, 2)
-        eventually(lambda: stand_in_play.steps == [2])
+        save(run, 2)
+        eventually(lambda: playback.steps == [2])
     evaluator.close()  # would block if it waited for the episodes
-    assert not stand_in_play.may.is_set() and evaluated(run) == []
-    stand_in_play.may.set()
+    assert not playback.may.is_set() and evaluated(run) == []
+    playback.may.set()
     with Evaluator(run, policy_at).beside(run, ExecutionOptions()):
         eventually(lambda: evaluated(run) == [2])
 
 
-def test_evaluation_runs_after_training_without_spare_capacity(run, stand_in_play, monkeypatch, capsys):
+def test_evaluation_runs_after_training_without_spare_capacity(run, playback, monkeypatch, capsys):
     monkeypatch.setattr(during.ray, "cluster_resources", lambda: {"CPU": 2.0})
     data = ExecutionOptions()
     evaluator = Evaluator(run, policy_at)
-    stand_in_play.may.set()
     with evaluator.beside(run, data):
-        for step in (2, 8):
-            saved(run, step)
+        save(run, 2, 8)
         time.sleep(0.2)
-        assert stand_in_play.steps == [] and not data.exclude_resources.cpu
+        assert playback.steps == [] and not data.exclude_resources.cpu
     assert "after the training: beside it, it needs 1 CPU, 0.5 of the cluster's are to spare" in capsys.readouterr().out
     assert evaluator.finish() == 0
     printed = capsys.readouterr()
-    assert stand_in_play.steps == [2, 8] and "step 4, 6 was not evaluated: its checkpoint is deleted" in printed.err
+    assert playback.steps == [2, 8] and "step 4, 6 was not evaluated: its checkpoint is deleted" in printed.err
 
 
-def test_evaluation_without_capacity_is_retried_on_resume(run, stand_in_play, capsys):
-    stand_in_play.may.set()
-    stand_in_play.error = NoCapacityError("needs 1 CPU")
+def test_evaluation_without_capacity_is_retried_on_resume(run, playback, capsys):
+    playback.error = NoCapacityError("needs 1 CPU")
     evaluator = Evaluator(run, policy_at)
     with evaluator.beside(run, ExecutionOptions()):
-        saved(run, 2)
+        save(run, 2)
         eventually(lambda: not evaluator._thread.is_alive())
     assert "evaluation   after the training: needs 1 CPU" in capsys.readouterr().out
     assert evaluator.finish() == 5
     assert "step 2 was not evaluated: needs 1 CPU; --resume tries again" in capsys.readouterr().err
-    stand_in_play.error = None
+    playback.error = None
     assert evaluator.finish() == 0
 
 
-def test_failed_evaluation_does_not_stop_training(run, stand_in_play, caplog):
-    stand_in_play.may.set()
-    stand_in_play.error = ArithmeticError("the simulation diverged")
+def test_failed_evaluation_does_not_stop_training(run, playback, caplog):
+    playback.error = ArithmeticError("the simulation diverged")
     evaluator = Evaluator(run, policy_at)
     with evaluator.beside(run, ExecutionOptions()):
-        saved(run, 2)
+        save(run, 2)
         eventually(lambda: "step 2 could not be evaluated" in caplog.text)
-        stand_in_play.error = None
-        saved(run, 4)
+        playback.error = None
+        save(run, 4)
         eventually(lambda: evaluated(run) == [4])
     assert evaluator.finish() == 0 and evaluated(run) == [2, 4]
 
 
-def test_checkpoint_with_only_failed_episodes_is_evaluated_again(run, stand_in_play, caplog):
-    stand_in_play.may.set()
-    stand_in_play.fails_with = "EGL is missing"
-    saved(run, 2)
-    assert Evaluator(run, policy_at).finish() != 0 and evaluated(run) == []
+def test_checkpoint_with_only_failed_episodes_is_evaluated_again(run, playback, caplog):
+    playback.fails_with = "EGL is missing"
+    assert save_and_finish(run, 2) != 0 and evaluated(run) == []
     assert "none of 3 episodes could be played, the first because of EGL is missing" in caplog.text
-    stand_in_play.fails_with = None
-    assert Evaluator(run, policy_at).finish() == 0 and evaluated(run) == [2]
+    playback.fails_with = None
+    assert save_and_finish(run) == 0 and evaluated(run) == [2]
 
 
 @pytest.mark.parametrize(

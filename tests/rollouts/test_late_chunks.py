@@ -2,6 +2,7 @@
 
 import copy
 from collections import deque
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,6 +29,10 @@ MOTORS = [f"{number}.pos" for number in range(3)]
 
 def key(decision):
     return (7, "two_bins", 0, decision)
+
+
+def noise_of(policy, decision):
+    return torch.from_numpy(noise(*key(decision), (CHUNK, policy.config.max_action_dim))[None])
 
 
 class World:
@@ -66,8 +71,7 @@ def test_late_chunks_match_a_simulated_action_queue(pi05, relative, steps, delay
 
     def chunk(decision):
         batch = pre({**preprocess_observation(robot.observe()), "task": [TASK]})
-        drawn = noise(*key(decision), (CHUNK, policy.config.max_action_dim))[None]
-        return list(post(policy.predict_action_chunk(batch, noise=torch.from_numpy(drawn)))[0].numpy())
+        return list(post(policy.predict_action_chunk(batch, noise=noise_of(policy, decision)))[0].numpy())
 
     robot, arrivals = World(), {}
     queue = deque(chunk(0))  # which the robot waits for
@@ -100,9 +104,8 @@ def engine_actions(policy, pre, post, delay, count, horizon, monkeypatch):
     predict = policy.predict_action_chunk
 
     def delayed_predict(batch, **options):
-        drawn = noise(*key(len(predictions)), (CHUNK, policy.config.max_action_dim))[None]
         calls.append(options)
-        chunk = predict(batch, noise=torch.from_numpy(drawn), **options)
+        chunk = predict(batch, noise=noise_of(policy, len(predictions)), **options)
         predictions.append(chunk)
         clock[0] += max(0.0, delay - 0.5) / FPS
         for _ in range(delay):
@@ -160,8 +163,7 @@ def test_policy_trained_with_delay_is_conditioned_on_executed_actions(pi05, rela
     for decision in range(5):
         prefix = {} if left is None else {"action": left}
         batch = pre({**preprocess_observation(robot.observe()), "task": [TASK], **prefix})
-        drawn = torch.from_numpy(noise(*key(decision), (CHUNK, policy.config.max_action_dim))[None])
-        chunk = continue_chunk(loss, batch, drawn, batch["action"] if prefix else None)
+        chunk = continue_chunk(loss, batch, noise_of(policy, decision), batch["action"] if prefix else None)
         actions = post(chunk)
         for action in [*([] if left is None else left[0]), *actions[0, delay:steps]]:
             robot.step(action.numpy())
@@ -193,24 +195,19 @@ def test_real_time_chunks_of_a_row_are_independent_of_its_batch(pi05):  # noqa: 
         (7, 3, "chunk", None),
         (9, 0, "rtc", None),
         (5, 5, "rtc", None),
+        (5, 3, "rtc trained for 2", "trained for at most 2 .*max_delay=0, by"),
+        (5, 2, "rtc trained for 2", None),
+        (5, 3, "chunk trained for 2", None),
     ],
 )
-def test_latency_that_does_not_fit_the_chunk_is_refused(steps, delay, controller, message):
+def test_latency_that_does_not_fit_chunk_or_training_is_refused(steps, delay, controller, message):
     config = act_config(chunk_size=CHUNK, n_action_steps=steps)
-    if message is None:
+    controller, trained, maximum = controller.partition(" trained for ")
+    if trained:
+        config.rtc_training_max_delay = int(maximum)
+    refused = f"--eval.latency_s={delay / FPS:g} is {delay} steps.*{message}"
+    with pytest.raises(ValueError, match=refused) if message else nullcontext():
         check_delay(config, delay / FPS, delay, controller)
-    else:
-        with pytest.raises(ValueError, match=f"--eval.latency_s={delay / FPS:g} is {delay} steps.*{message}"):
-            check_delay(config, delay / FPS, delay, controller)
-
-
-def test_delay_beyond_training_maximum_is_refused():
-    config = act_config(chunk_size=CHUNK, n_action_steps=5)
-    config.rtc_training_max_delay = 2
-    check_delay(config, 0.2, 2, "rtc")
-    check_delay(config, 0.3, 3, "chunk")
-    with pytest.raises(ValueError, match="--eval.latency_s=0.3 is 3 steps .* trained for at most 2 .*max_delay=0, by"):
-        check_delay(config, 0.3, 3, "rtc")
 
 
 def test_unsupported_real_time_chunking_is_refused(tmp_path):

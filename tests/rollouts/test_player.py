@@ -266,6 +266,11 @@ def test_xvla_in_libero_matches_lerobot(normalises, tmp_path):
     np.testing.assert_array_equal(eyes["observation.images.image"], in_libero()["pixels"]["image"][0, ::-1, ::-1])
 
 
+def check_refused(message, *arguments):
+    with pytest.raises(ValueError, match=message):
+        check_fits(*arguments)
+
+
 def test_xvla_inputs_are_checked_against_environment():
     """As lerobot/xvla-base: a third camera and an arbitrary state length."""
     config = PreTrainedConfig.get_choice_class("xvla")(device="cpu")
@@ -283,8 +288,7 @@ def test_xvla_inputs_are_checked_against_environment():
         with pytest.raises(ValueError, match=rf"'action' has the shape \({width},\).*\(3,\)"):
             check_fits(config, ENV, {"observation.images.top": "observation.images.image"})
     config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (14,))}
-    with pytest.raises(ValueError, match=r"'action' has the shape \(14,\).*\(7,\)"):
-        check_fits(config, libero, {})
+    check_refused(r"'action' has the shape \(14,\).*\(7,\)", config, libero, {})
 
 
 def test_policy_that_does_not_fit_environment_is_refused():
@@ -292,17 +296,14 @@ def test_policy_that_does_not_fit_environment_is_refused():
     check_fits(config, ENV, {})
     renamed = {"observation.images.front": "observation.images.cam0"}
     config.input_features = {renamed.get(key, key): feature for key, feature in FEATURES.items()}
-    with pytest.raises(ValueError, match=r"needs \['observation.images.cam0'\].*--rename_map="):
-        check_fits(config, ENV, {})
+    check_refused(r"needs \['observation.images.cam0'\].*--rename_map=", config, ENV, {})
     check_fits(config, ENV, renamed)
     # The message proposes an environment name that the map does not use yet.
     config.input_features["observation.images.cam1"] = config.input_features.pop("observation.images.wrist")
-    with pytest.raises(ValueError, match=r"shows \['observation.images.front', .*='\{.observation.images.wrist"):
-        check_fits(config, ENV, renamed)
+    check_refused(r"shows \['observation.images.front', .*='\{.observation.images.wrist", config, ENV, renamed)
     config.input_features["observation.images.wrist"] = config.input_features.pop("observation.images.cam1")
     config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (7,))}
-    with pytest.raises(ValueError, match=r"'action' has the shape \(7,\).*another robot"):
-        check_fits(config, ENV, renamed)
+    check_refused(r"'action' has the shape \(7,\).*another robot", config, ENV, renamed)
     # LIBERO's environment processor assembles the state.
     config = act().config
     images = ("image", "image2")
@@ -326,14 +327,12 @@ def test_policy_that_does_not_fit_environment_is_refused():
 def test_policy_with_observation_history_is_refused(kind, options, message):
     shapes = {"input_features": FEATURES, "output_features": act_config().output_features}
     config = PreTrainedConfig.get_choice_class(kind)(**shapes, device="cpu", **options)
-    with pytest.raises(ValueError, match=f"a '{kind}' policy .*{message}.*lerobot-eval can"):
-        check_fits(config, ENV, {})
+    check_refused(f"a '{kind}' policy .*{message}.*lerobot-eval can", config, ENV, {})
 
 
 def test_policy_without_action_prediction_is_refused(monkeypatch):
     monkeypatch.setattr(Family, "cannot_predict", lambda self, config: "give --policy.way")
-    with pytest.raises(ValueError, match="'act' policy predicts nothing as it is configured: give --policy.way"):
-        check_fits(act().config, ENV, {})
+    check_refused("'act' policy predicts nothing as it is configured: give --policy.way", act().config, ENV, {})
 
 
 @pytest.fixture(scope="module")
@@ -376,24 +375,20 @@ def test_pretrained_input_features_do_not_count_as_another_robot(masked):
     state, action = {"observation.state": (3,)}, {"action": (3,)}
     check_fits(config, ENV, {}, state)
     check_fits(config, ENV, {})  # a shorter state is padded, where no statistics are known
-    for trained, actual in (({"observation.state": (4,)}, r"'observation.state' has the shape \(4,\)"),
-                           ({**state, "action": (4,)}, r"'action' has the shape \(4,\)")):  # fmt: skip
-        with pytest.raises(ValueError, match=f"{actual}.*another robot"):
-            check_fits(config, ENV, {}, trained)
+    for trained in ({"observation.state": (4,)}, {**state, "action": (4,)}):
+        name = list(trained)[-1]
+        check_refused(rf"'{name}' has the shape \(4,\).*another robot", config, ENV, {}, trained)
     config.max_state_dim = 40
-    with pytest.raises(ValueError, match=r"has the shape \(32,\).*another robot"):
-        check_fits(config, ENV, {})
+    check_refused(r"has the shape \(32,\).*another robot", config, ENV, {})
     config.max_state_dim = 32
     config.input_features["observation.state"] = PolicyFeature(FeatureType.STATE, (2,))
-    with pytest.raises(ValueError, match=r"has the shape \(2,\).*another robot"):
-        check_fits(config, ENV, {})
+    check_refused(r"has the shape \(2,\).*another robot", config, ENV, {})
     check_fits(config, ENV, {}, {**state, **action})
     # Cameras used in training are required, and at least one.
     with pytest.raises(ValueError, match=r"needs \['observation.images.left_wrist_0_rgb'\]"):
         check_fits(config, ENV, {}, {**state, "observation.images.left_wrist_0_rgb": (3, 1, 1)})
     hidden = {key: f"{key}.hidden" for key in FEATURES if "images" in key}
-    with pytest.raises(ValueError, match="needs .*front.*left_wrist_0_rgb.*wrist"):
-        check_fits(config, ENV, hidden, state)
+    check_refused("needs .*front.*left_wrist_0_rgb.*wrist", config, ENV, hidden, state)
     with pytest.raises(ValueError, match="needs .*wrist.*--rename_map="):
         check_fits(config, ENV, {"observation.images.wrist": "observation.images.left"}, state)
     # ACT has no camera masks and needs all.
