@@ -6,7 +6,6 @@ import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,6 +48,10 @@ def folder(tmp_path_factory):
 def actions_of(folder):
     """Map each seed to its executed actions."""
     return {key[3]: actions for key, actions in read_actions(folder).items()}
+
+
+def resolve(policy, out, *flags):
+    return trial.resolve_trial(parse_evaluate([f"--policy.path={policy}", f"--output_dir={out}", *FLAGS, *flags]))
 
 
 def lines_of(folder):
@@ -231,8 +234,8 @@ def test_failed_episodes_cannot_be_recorded(tmp_path, monkeypatch):
 
 def test_latency_with_real_time_chunking_shortens_first_chunk(tmp_path):
     base = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
-    flags = [f"--policy.path={base}", "--policy.n_action_steps=4", *FLAGS, f"--output_dir={tmp_path / 'out'}"]
-    resolved = trial.resolve_trial(parse_evaluate([*flags, "--eval.controller=rtc", "--eval.latency_s=0.1"]))
+    flags = "--policy.n_action_steps=4", "--eval.controller=rtc", "--eval.latency_s=0.1"
+    resolved = resolve(base, tmp_path / "out", *flags)
     assert (resolved.about["policy"]["controller"], resolved.about["policy"]["latency_s"]) == ("rtc", [0.1])
     assert trial.describe_controller(resolved.source)[0].startswith("Controller   rtc: each chunk was guided")
     (condition,) = resolved.conditions.values()
@@ -246,15 +249,14 @@ def test_latency_with_real_time_chunking_shortens_first_chunk(tmp_path):
 
 
 def test_policy_with_masked_cameras_is_accepted(masked, tmp_path):  # noqa: F811
-    flags = [f"--policy.path={masked}", f"--output_dir={tmp_path / 'out'}", *FLAGS]
-    assert len(trial.resolve_trial(parse_evaluate(flags)).source.config.image_features) == 3
+    assert len(resolve(masked, tmp_path / "out").source.config.image_features) == 3
     for name, message in (
         ("hand", r"'action' has the shape \(3,\).*\(5,\): it was trained for another robot"),
         ("hnad", "arm does not show .*images.hnad; it shows .*images.hand"),
     ):
         renamed = f'--rename_map={{"observation.images.{name}": "observation.images.wrist"}}'
         with pytest.raises(ValueError, match=message):
-            trial.resolve_trial(parse_evaluate([*flags, "--env.type=arm", renamed]))
+            resolve(masked, tmp_path / "out", "--env.type=arm", renamed)
 
 
 @pytest.mark.ray
@@ -343,40 +345,32 @@ def test_controller_is_described_for_relative_actions(folder, tmp_path):
             options |= {key: True for key in ("enabled", "use_relative_actions") if key in options}
         write_json(relative / f"{name}.json", saved)
 
-    def resolved(policy, *flags):
-        flags = [f"--policy.path={policy}", f"--output_dir={tmp_path / 'out'}", *flags, *FLAGS]
-        return trial.resolve_trial(parse_evaluate(flags))
-
-    by_steps = resolved(relative, SELECT)
+    out = tmp_path / "out"
+    by_steps = resolve(relative, out, SELECT)
     assert by_steps.source.controller == "select_action" and by_steps.config.eval.policy_actors == 1
     assert by_steps.about["policy"]["controller"] == "select_action"
     (line,) = trial.describe_controller(by_steps.source)
     assert "added to the current state, as by lerobot-eval" in line
-    (line,) = trial.describe_controller(resolved(relative).source)
+    (line,) = trial.describe_controller(resolve(relative, out).source)
     assert "lerobot-rollout --inference.type=rtc and PolicyServer" in line and "--eval.controller=select_action" in line
-    for other in (resolved(relative), resolved(folder, SELECT)):
+    for other in (resolve(relative, out), resolve(folder, out, SELECT)):
         assert other.source.controller == "chunk" and "controller" not in other.about["policy"]
-    assert not trial.describe_controller(resolved(folder).source)
+    assert not trial.describe_controller(resolve(folder, out).source)
     with pytest.raises(ValueError, match="--eval.policy_actors=2: with --eval.controller=select_action one process"):
-        resolved(relative, SELECT, "--eval.policy_actors=2")
+        resolve(relative, out, SELECT, "--eval.policy_actors=2")
     with pytest.raises(ValueError, match="--eval.exact with --eval.controller=select_action"):
-        resolved(relative, SELECT, "--eval.exact")
+        resolve(relative, out, SELECT, "--eval.exact")
 
 
 def test_subtask_text_requires_training_with_it(folder, tmp_path, monkeypatch):
-    base = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
-
-    def resolved(policy):
-        flags = [f"--policy.path={policy}", f"--output_dir={tmp_path / 'out'}", SUBTASK, *FLAGS]
-        return trial.resolve_trial(parse_evaluate(flags))
-
+    base, out = make_base(tmp_path / "base", list(INSTRUCTIONS.values())), tmp_path / "out"
     other = shutil.copytree(folder, tmp_path / "act")
     write_json(other / "robot.json", {"writes": "subtask"})  # which an ACT cannot
-    for resolve in (partial(resolved, base), partial(resolved, other), partial(make_service, base, SUBTASK)):
+    for start, *arguments in ((resolve, base, out), (resolve, other, out), (make_service, base)):
         with pytest.raises(ValueError, match="has not learned to write texts.*--train.text_targets"):
-            resolve()
+            start(*arguments, SUBTASK)
     write_json(base / "robot.json", {"writes": "subtask"})
-    evaluation = resolved(base)
+    evaluation = resolve(base, out, SUBTASK)
     assert evaluation.about["policy"]["subtask"] is True
     (served,) = make_service(base, SUBTASK).sources.values()
     monkeypatch.setattr(Player, "_write", lambda self, batch: ["a"])
@@ -405,17 +399,15 @@ def test_robot_is_selected_by_environment(folder, tmp_path):
     (both / "arm" / "config.json").write_text(json.dumps(config))
     (both / "gantry" / "robot.json").write_text('{"robot": "gantry", "instructions_begin_with": "gantry: "}')
 
-    def source():
-        return trial.resolve_trial(parse_evaluate([f"--policy.path={both}", *FLAGS, f"--output_dir={tmp_path}"])).source
-
-    assert source().folder == both / "gantry" and source().opening == "gantry: "
+    source = resolve(both, tmp_path).source
+    assert source.folder == both / "gantry" and source.opening == "gantry: "
     shutil.copytree(folder, both / "other")
     with pytest.raises(ValueError, match="robots arm, gantry, other: it fits gantry, other; give the folder"):
-        source()
+        resolve(both, tmp_path)
     for name in ("gantry", "other"):
         shutil.rmtree(both / name)
     with pytest.raises(ValueError, match="arm: the policy's 'action' has the shape .5,."):
-        source()
+        resolve(both, tmp_path)
 
 
 @pytest.mark.parametrize(
