@@ -86,7 +86,8 @@ def libero(tmp_path, monkeypatch):
 
 
 def test_libero_resets_to_the_reserved_states(libero):
-    config = env_config("libero", ["--task=libero_10", "--obs_type=pixels", "--episode_length=9"])
+    flags = ["--task=libero_10", "--obs_type=pixels", "--episode_length=9"]
+    config = env_config("libero", flags)
     counts = initial_state_counts(config)
     assert counts == {"libero_10/0": 50, "libero_10/1": 30}
     states = reserve_last(counts, 10)["libero_10/0"]
@@ -98,8 +99,4 @@ def test_libero_resets_to_the_reserved_states(libero):
         env.reset(seed=number)
     set_to = env.unwrapped._env.set_to
     assert set(set_to[:90]) == set(range(40)) and set(set_to[90:]) == set(range(40, 50))
-
-
-def test_libero_without_init_states_counts_none(libero):
-    config = env_config("libero", ["--task=libero_10", "--obs_type=pixels", "--init_states=false"])
-    assert initial_state_counts(config) == {}
+    assert initial_state_counts(env_config("libero", [*flags, "--init_states=false"])) == {}

@@ -85,20 +85,24 @@ def test_chunk_matches_lerobot_for_equal_noise(pi05, instructions):
     assert actual.shape == (len(KEYS), 4, 3) and actual.dtype == np.float32
 
 
-def test_equal_weights_are_shared_before_moving_to_device(tmp_path, monkeypatch):
-    folder = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
-    source, states = PolicySource(folder, PreTrainedConfig.from_pretrained(folder), env=ENV), []
-    first = source.load(1)
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = make_base(tmp_path_factory.mktemp("source") / "base", list(INSTRUCTIONS.values()))
+    return PolicySource(folder, PreTrainedConfig.from_pretrained(folder), env=ENV)
 
+
+def test_equal_weights_are_shared_before_moving_to_device(source, monkeypatch):
+    first, states = source.load(1), []
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: states.append(module.state_dict()) or module)
     source.load(1, first)
     before = states[-1]
-    own = first.equal_weights(before)
-    assert before.keys() == own.keys() and all(own[name].data_ptr() == before[name].data_ptr() for name in own)
+    shared = first.equal_weights(before)
+    assert before.keys() == shared.keys()
+    assert all(shared[name].data_ptr() == before[name].data_ptr() for name in shared)
     assert first.equal_weights({name: tensor.bfloat16() for name, tensor in before.items()}) == {}
 
 
-def test_tied_weights_stay_tied_beside_another_player(tmp_path, monkeypatch):
+def test_tied_weights_stay_tied_beside_another_player(source, monkeypatch):
     def embedding_and_head(policy):
         language = policy.model.paligemma_with_expert.paligemma
         return language.model.language_model.embed_tokens, language.lm_head
@@ -110,8 +114,6 @@ def test_tied_weights_stay_tied_beside_another_player(tmp_path, monkeypatch):
         return policy
 
     monkeypatch.setattr("vla_finetuning.rollouts.player.load_policy", tied)
-    folder = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
-    source = PolicySource(folder, PreTrainedConfig.from_pretrained(folder), env=ENV)
     first = source.load(1)
     with torch.no_grad():
         embedding_and_head(first._policy)[0].weight += 1

@@ -51,6 +51,7 @@ class Stub:
     def begin(self):
         self.stub.Ready(services_pb2.Empty())
         self.stub.SendPolicyInstructions(services_pb2.PolicySetup(data=pickle.dumps(RemotePolicyConfig(**self.setup))))
+        return self
 
     def send(self, data):
         if not isinstance(data, bytes):
@@ -117,8 +118,7 @@ def test_invalid_observation_is_refused_and_session_continues(service, addresses
 
 def test_step_is_computed_once_unless_must_go(addresses, monkeypatch):
     monkeypatch.setattr(lerobot, "POLL_S", 0.1)
-    stub = Stub(addresses, pretrained_name_or_path="x?session=steps")
-    stub.begin()
+    stub = Stub(addresses, pretrained_name_or_path="x?session=steps").begin()
     stub.send(observation(3))
     first = stub.receive()
     stub.send(observation(3, must_go=False))
@@ -143,8 +143,7 @@ class Slow(InProcess):
 def test_observation_of_a_step_in_computation_is_skipped(service, monkeypatch):
     monkeypatch.setattr(lerobot, "POLL_S", 0.5)
     with served(service, handle := Slow(service)) as addresses, ThreadPoolExecutor() as threads:
-        stub = Stub(addresses)
-        stub.begin()
+        stub = Stub(addresses).begin()
         stub.send(observation(3))
         actions = threads.submit(stub.receive)
         assert handle.began.wait(60)
@@ -180,8 +179,7 @@ def test_oldest_session_stays_if_it_is_active(service, handle, monkeypatch):
 def test_oversized_observation_is_refused_and_session_continues(service, handle):
     small = make_service(service.sources[""].folder, "--serve.max_message_mb=0.1")
     with served(small, handle) as addresses:
-        stub = Stub(addresses)
-        stub.begin()
+        stub = Stub(addresses).begin()
         with pytest.raises(grpc.RpcError, match="more than 100,000 bytes, --serve.max_message_mb"):
             stub.send(observation(top=np.zeros((200, 200, 3), np.uint8)))
         stub.send(observation())
