@@ -1,4 +1,4 @@
-"""cluster.py: what goes to the nodes is code alone; a node that lacks something is named, with what it lacks."""
+"""Capacity, requirements and code of a cluster's nodes, against Ray's own packager and raylets."""
 
 import ctypes
 import importlib.metadata
@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import av
 import pytest
@@ -67,23 +68,19 @@ def test_runtime_env_contains_all_modules_and_templates(tmp_path):
     assert sent == sorted(map(str, modules)) and "vla.py" in sent
 
 
-def test_runtime_env_contains_only_code(tmp_path):
+def test_runtime_env_contains_only_code(tmp_path, monkeypatch):
     project = tmp_path / "project"
-    stay = [".env", ".git/config", ".venv/lib/a.py", "outputs/run/config.json", ".cache/demo/x.mp4", "token", "a.pem"]
-    stay += ["my_data/meta/info.json", "tests/test_x.py", "diagnostics/trace.json", "diagnostics/old/x.py", "sub/x.py"]
-    stay += ["vla_finetuning/notes.json", "vla_finetuning/data/token", "vla_finetuning/data/old/x.py"]
-    go = ["vla.py", "diagnostics/__init__.py", "vla_finetuning/options/train.py", "vla_finetuning/data/plan.py"]
-    go += ["vla_finetuning/report/templates/report.html"]
-    for name in stay + go:
+    skip = [".env", ".git/config", ".venv/lib/a.py", "outputs/run/config.json", ".cache/demo/x.mp4", "token", "a.pem"]
+    skip += ["my_data/meta/info.json", "tests/test_x.py", "diagnostics/trace.json", "diagnostics/old/x.py", "sub/x.py"]
+    skip += ["vla_finetuning/notes.json", "vla_finetuning/data/token", "vla_finetuning/data/old/x.py"]
+    code = ["vla.py", "diagnostics/__init__.py", "vla_finetuning/options/train.py", "vla_finetuning/data/plan.py"]
+    code += ["vla_finetuning/report/templates/report.html"]
+    for name in skip + code:
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text("secret")
-    assert shipped(project, runtime_env()["excludes"], tmp_path) == sorted(go)
-
-
-def test_runtime_env_contains_no_environment_variables(monkeypatch):
+    assert shipped(project, runtime_env()["excludes"], tmp_path) == sorted(code)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert set(runtime_env()) == {"working_dir", "excludes"}
-    assert "hf_secret" not in json.dumps(runtime_env())
+    assert set(runtime_env()) == {"working_dir", "excludes"} and "hf_secret" not in json.dumps(runtime_env())
 
 
 def test_submitted_job_uses_its_own_working_dir(monkeypatch):
@@ -104,10 +101,7 @@ def test_submitted_job_uses_its_own_working_dir(monkeypatch):
     ],
 )
 def test_probe_reports_missing_requirements(change, message, tmp_path, monkeypatch):
-    def no_driver(name):
-        raise OSError(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", no_driver)
+    monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=OSError))
     (lack,) = probe(replace(NEEDS, **change), gpus=1, temp_dir=str(tmp_path))
     assert message in lack
 
@@ -138,10 +132,10 @@ def test_returning_nodes_reset_the_timeout(looks_often, monkeypatch, capsys):
     looks = iter([{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 3.0, "GPU": 1.0}] * 4)
 
     def look():
-        found = next(looks, None)
-        if found is None:
+        resources = next(looks, None)
+        if resources is None:
             trained.set_result("done")
-        return found or {"CPU": 3.0, "GPU": 1.0}
+        return resources or {"CPU": 3.0, "GPU": 1.0}
 
     monkeypatch.setattr(ray, "cluster_resources", look)
     monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=itertools.count().__next__))
@@ -205,7 +199,7 @@ def test_gpu_memory_must_suffice_for_a_worker(monkeypatch, tmp_path, caplog):
     assert lacks(22.2, gpus=0) == [], "no worker goes there"
     assert lacks(0) == [], "not planned"
     broken = Nvml()
-    broken.nvmlInit = lambda: (_ for _ in ()).throw(Nvml.NVMLError("Driver Not Loaded"))
+    broken.nvmlInit = Mock(side_effect=Nvml.NVMLError("Driver Not Loaded"))
     monkeypatch.setattr("ray._private.thirdparty.pynvml", broken)
     assert lacks(2**10) == [] and "the memory of GPUs here is not known: Driver Not Loaded" in caplog.text
 
@@ -222,9 +216,9 @@ def test_only_gpus_of_the_accelerator_type_are_probed():
 
 def test_use_gpu_is_required_on_a_gpuless_cluster_client(monkeypatch):
     """The head node of configs/ has no GPU, and its workers have 8."""
-    plain, asked = ScalingOptions(), ScalingOptions(accelerator_type="H100")
-    assert [plain.on_gpus(found) for found in (0, 2)] == [False, True]
-    assert asked.on_gpus(0) and replace(plain, use_gpu=False).on_gpus(2) is False
+    plain, typed = ScalingOptions(), ScalingOptions(accelerator_type="H100")
+    assert [plain.on_gpus(gpus) for gpus in (0, 2)] == [False, True]
+    assert typed.on_gpus(0) and replace(plain, use_gpu=False).on_gpus(2) is False
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster, "running_cluster", lambda: None)
@@ -233,7 +227,7 @@ def test_use_gpu_is_required_on_a_gpuless_cluster_client(monkeypatch):
     assert not cluster.is_local()
     with pytest.raises(ValueError, match="This machine has no GPU, but nodes .*: give --scaling.use_gpu true or"):
         cluster.gpus_found(plain, None)
-    for scaling, preset in ((asked, None), (replace(plain, use_gpu=True), None), (plain, "demo")):
+    for scaling, preset in ((typed, None), (replace(plain, use_gpu=True), None), (plain, "demo")):
         assert cluster.gpus_found(scaling, preset) == 0
     # A notebook that has joined it.
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
@@ -253,10 +247,10 @@ def test_probe_of_the_real_nvidia_driver():
 
 
 def test_nodes_must_see_a_marker_in_the_output_folder(tmp_path, monkeypatch):
-    asked = []
+    paths = []
 
     def ask(nodes, needs):
-        asked.append(needs.paths)
+        paths.append(needs.paths)
         assert all(Path(path).is_file() for path in needs.paths)
         return {"n1": ["a", "b"], "n2": ["c"]}
 
@@ -265,7 +259,7 @@ def test_nodes_must_see_a_marker_in_the_output_folder(tmp_path, monkeypatch):
         message = "2 of 3 nodes cannot take part:\n  node n1: a\n  node n1: b\n  node n2: c"
         with pytest.raises(ValueError, match=message):
             check_nodes(NEEDS, tmp_path, [{}, {}, {}])
-    (first,), (second,) = asked
+    (first,), (second,) = paths
     assert first != second and Path(first).parent == tmp_path, "no other run's marker will do"
     assert list(tmp_path.iterdir()) == [], "the marker is taken away, whatever the nodes say"
 
@@ -319,7 +313,7 @@ def test_head_without_cpus_adds_no_object_store_memory(tmp_path, monkeypatch):
 
 
 def test_unreachable_cluster_is_reported_or_ignored(monkeypatch, caplog):
-    """Of one that the user names it is said; Ray's memory of one that died on this machine is passed over."""
+    """An error if the user names it; a warning if it is Ray's record of a dead one on this machine."""
     with socket.socket() as head:
         head.bind(("", 0))
         address = f"127.0.0.1:{head.getsockname()[1]}"
@@ -347,26 +341,26 @@ def add(one, *, other):
 @pytest.mark.ray
 def test_remote_process_after_training_times_out_without_capacity(ray_cluster, monkeypatch, capsys):
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.1)
-    there = partial(cluster.run_remote, add, 1, other=2)
+    run_remote = partial(cluster.run_remote, add, 1, other=2)
     monkeypatch.setenv("VLA_NODES_TIMEOUT_S", "60")
-    assert there(scaling=ScalingOptions()) == 3
+    assert run_remote(scaling=ScalingOptions()) == 3
     monkeypatch.setenv("VLA_NODES_TIMEOUT_S", "0.3")
     with pytest.raises(
         ValueError, match="the cluster is too small for a process: needs 1 GPU, 0 found; no more came within"
     ):
-        there(scaling=ScalingOptions(use_gpu=True))
+        run_remote(scaling=ScalingOptions(use_gpu=True))
     others = placement_group([{"CPU": ray.cluster_resources()["CPU"]}])
     try:
         ray.get(others.ready())
         with pytest.raises(
             ValueError, match="the cluster has no capacity for a process: other jobs use it, or no single"
         ):
-            there(scaling=ScalingOptions())
+            run_remote(scaling=ScalingOptions())
     finally:
         remove_placement_group(others)
     assert capsys.readouterr().err.count("waiting      for capacity, at most 0.3 s") == 2
     monkeypatch.setenv("VLA_NODES_TIMEOUT_S", "60")
-    assert there(scaling=ScalingOptions()) == 3
+    assert run_remote(scaling=ScalingOptions()) == 3
 
 
 # ---- two raylets --------------------------------------------------------------------------------------------------
@@ -381,10 +375,7 @@ def where_code_is():
 
 @pytest.mark.ray
 def test_new_node_is_awaited_checked_and_gets_the_code(no_ray_cluster, tmp_path, monkeypatch, capsys):
-    """As when a cluster has no node for workers until a run wants one.
-
-    On the one that comes another PyAV is installed.
-    """
+    """The cluster has no node for workers at first; the new one has another PyAV."""
     (tmp_path / "site" / "av-1.2.3.dist-info").mkdir(parents=True)
     (tmp_path / "site" / "av-1.2.3.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: av\nVersion: 1.2.3\n"
@@ -407,15 +398,15 @@ def test_new_node_is_awaited_checked_and_gets_the_code(no_ray_cluster, tmp_path,
             ValueError, match=r"too small .* 3 CPUs, 1 found; L4, 0 found; no more came within 1 s \(VLA_"
         ):
             wait(1)
-        said = capsys.readouterr().err
-        assert said.count("waiting      for capacity, at most 1 s: the cluster is too small for 1 worker with 2") == 1
+        text = capsys.readouterr().err
+        assert text.count("waiting      for capacity, at most 1 s: the cluster is too small for 1 worker with 2") == 1
 
         waited = []
         waiting = threading.Thread(target=lambda: waited.append(wait()))
         waiting.start()
-        while waiting.is_alive() and "waiting      for capacity, at most 60 s: the cluster" not in said:
+        while waiting.is_alive() and "waiting      for capacity, at most 60 s: the cluster" not in text:
             time.sleep(0.05)
-            said = capsys.readouterr().err
+            text = capsys.readouterr().err
         assert not checked
         environment = {"PYTHONPATH": str(tmp_path / "site")}
         nodes.add_node(num_cpus=2, resources={"accelerator_type:L4": 1}, env_vars=environment)

@@ -21,12 +21,12 @@ NOT_MEMORY = RuntimeError("CUDA error: an illegal memory access was encountered"
 
 
 def died():
-    """What Ray Train 2.60 says of a process that was killed."""
+    """Return Ray Train 2.60's error of a killed process."""
     return WorkerHealthCheckFailedError("A worker health check failed.", failure=ActorDiedError())
 
 
 class Run:
-    """A run's folder, in which attempts start and fail; `ends(...)` tells whether the run then ends."""
+    """A run's folder, in which attempts start and fail; `ends(...)` returns the error that ends the run."""
 
     def __init__(self, folder):
         self.folder, self.policy, self.number = folder, StopRetrying(folder), 0
@@ -57,9 +57,7 @@ def run(tmp_path, monkeypatch):
 def test_errors_of_own_checks_end_the_run_at_once(run, cause, wrap):
     raised = run.ends(0, PEER, wrap(cause))
     assert raised is cause
-    text = f"WARNING attempt from step 0 failed on rank 1: {cause}\n"
-    assert (run.folder / LOG_NAME).read_text() == text
-    # As it comes out of `fit`.
+    assert (run.folder / LOG_NAME).read_text() == f"WARNING attempt from step 0 failed on rank 1: {cause}\n"
     assert root_cause(ControllerError(raised)) == str(cause)
 
 
@@ -70,6 +68,9 @@ def test_other_error_ends_the_run_if_repeated_from_one_checkpoint(run):
     assert run.ends(10, NOT_MEMORY, None) is None
     assert run.ends(10, of_memory[1], None) is None  # another one was between
     assert run.ends(10, of_memory[2], PEER) is of_memory[2]
+    assert run.ends(20, NOT_MEMORY, None) is None
+    assert run.ends(20, PEER, died()) is None  # a death between does not count
+    assert run.ends(20, NOT_MEMORY, None) is NOT_MEMORY
 
 
 @pytest.mark.parametrize(
@@ -87,12 +88,6 @@ def test_errors_caused_by_process_death_are_retried(run, errors):
     assert [run.ends(4, *errors) for _ in range(5)] == [None] * 5
 
 
-def test_repeated_error_ends_the_run_despite_deaths_between(run):
-    assert run.ends(4, NOT_MEMORY, None) is None
-    assert run.ends(4, PEER, died()) is None
-    assert run.ends(4, NOT_MEMORY, None) is NOT_MEMORY
-
-
 def test_unwritable_log_does_not_change_retries(run):
     (run.folder / LOG_NAME).mkdir()
     assert run.ends(0, BAD_FILE) is BAD_FILE
@@ -107,7 +102,7 @@ def test_root_cause_skips_consequential_errors():
 
 @pytest.mark.parametrize("chosen", [None, 7])
 def test_process_group_shutdown_is_short_after_a_failure(run, monkeypatch, chosen):
-    """After a failure they are killed in any case; but a user's own choice counts."""
+    """Processes are killed after a failure anyway; a user's timeout has precedence."""
     waited_s = []
     monkeypatch.setattr(torch_config.ray, "get", lambda futures, timeout: waited_s.append(timeout))
     if chosen:

@@ -39,14 +39,14 @@ def test_second_driver_is_refused_while_the_first_lives(folder):
 
 
 def test_one_of_three_concurrent_drivers_gets_the_lease(folder):
-    drives, refused, barrier = [], [], threading.Barrier(3)
+    drivers, refused, barrier = [], [], threading.Barrier(3)
 
     def attempt():
-        one = lease._Lease(folder)
+        driver = lease._Lease(folder)
         barrier.wait()
         try:
-            one.take()
-            drives.append(one)
+            driver.take()
+            drivers.append(driver)
         except FileExistsError as error:
             refused.append(error)
 
@@ -55,12 +55,12 @@ def test_one_of_three_concurrent_drivers_gets_the_lease(folder):
     threads = [threading.Thread(target=attempt) for _ in range(3)]
     for thread in threads:
         thread.start()
-    # The one that has it lives as long as the others look.
+    # Renew the lease as long as the others look.
     while any(thread.is_alive() for thread in threads):
-        for one in drives:
-            assert one.renew()
+        for driver in drivers:
+            assert driver.renew()
         time.sleep(0.1)
-    assert len(drives) == 1 and len(refused) == 2
+    assert len(drivers) == 1 and len(refused) == 2
 
 
 def test_lease_of_killed_driver_expires(folder, monkeypatch):
@@ -68,11 +68,11 @@ def test_lease_of_killed_driver_expires(folder, monkeypatch):
     code = (
         "import sys, time; from vla_finetuning.buckets.mirror import as_path\n"
         "from vla_finetuning.run.lease import drive\n"
-        "with drive(as_path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+        "with drive(as_path(sys.argv[1])): print('driving', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", code, address(folder)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
+    assert process.stdout.readline() == "driving\n"
     process.kill()
     process.wait()
     started = time.monotonic()
@@ -82,7 +82,7 @@ def test_lease_of_killed_driver_expires(folder, monkeypatch):
 
 
 def test_driver_ends_if_its_lease_is_taken(folder, faults, capsys):
-    """It was cut off from the store for longer than its lease."""
+    """As after a loss of the store for longer than its lease."""
     ended = threading.Event()
     with drive(folder, when_lost=ended.set):
         other = lease._Lease(folder)
@@ -111,7 +111,7 @@ def test_lease_survives_store_failures(folder, faults, fault, monkeypatch):
 
 @pytest.mark.parametrize("ignored", [("if-match",), ("if-none-match", "if-match")])
 def test_store_without_conditional_writes_requires_lease_false(folder, faults, ignored, capsys):
-    """Some ignore both conditions of a put, others only the one that an object be still the same."""
+    """Some stores ignore both conditions of a put, others only if-match."""
     faults.ignored = ignored
     config, bucket = Config(output_dir=address(folder)), Bucket(address(folder))
     message = r"this store overwrites what it was asked not to \(no conditional writes\).*--lease=false"
@@ -131,7 +131,6 @@ def test_store_without_conditional_writes_requires_lease_false(folder, faults, i
 
 
 def test_folder_on_a_disk_is_locked_without_a_lease(tmp_path, capsys):
-    """As of a copy of a run that had --lease=false in a bucket."""
     flags = ["--dataset.root=/data", "--policy.path=/base", f"--output_dir={tmp_path / 'run'}", "--lease=false"]
     config = parse_args(flags)
     with own_folder(config, None, 4, 0), pytest.raises(FileExistsError), own_folder(config, None, 4, 0):

@@ -114,7 +114,7 @@ def test_push_uploads_the_export_with_a_model_card(server, finished):
         'get_policy_class("pi05").from_pretrained("me/pick")',
     ):
         assert part in text, part
-    # Nobody's folders and buckets, nothing of a stranger's that is taken for HTML.
+    # No private folders and buckets; names of others are escaped.
     assert "secret" not in text and "`arm / <script>alert(1)</script> 'x'`" in text
     assert TOKEN not in text
 
@@ -123,13 +123,8 @@ def test_card_lists_success_once_and_at_end(finished):
     assert "Success in the loop" not in push.model_card(finished, REPO)
     config = json.loads((finished / "config.json").read_text())
     write_json(finished / "config.json", {**config, "env_type": "two_bins"})
-    score = {
-        "successes": 7,
-        "episodes": 8,
-        "interval": [0.5, 0.9],
-        "successes_at_end": 3,
-        "interval_at_end": [0.1, 0.6],
-    }
+    score = {"successes": 7, "episodes": 8, "interval": [0.5, 0.9]}
+    score |= {"successes_at_end": 3, "interval_at_end": [0.1, 0.6]}
     for step in (20, 40):
         append_line(finished / "evaluations.jsonl", json.dumps({"step": step, **score, "successes": step // 8}))
     evaluation = json.loads((finished / "evaluation.json").read_text())
@@ -168,7 +163,7 @@ def test_push_uploads_exported_files_only(server, finished, caplog):
 
 
 def test_push_includes_every_exported_file(tmp_path):
-    """With the tokenizer's files, whatever of them transformers writes, and how its simulator's pictures were drawn."""
+    """Including the tokenizer's files as transformers writes them, and the simulator's options."""
     policy, config = make_policy(2), make_config(2)
     folder = tmp_path / "pretrained_model"
     save_pretrained(policy, *make_processors(None, config, STATS), folder)
@@ -192,8 +187,8 @@ def test_code_of_the_card_loads_policy_on_lerobots_device(finished, monkeypatch)
     monkeypatch.setattr("lerobot.configs.policies.auto_select_torch_device", lambda: torch.device("meta"))
     names = {}
     exec(code, names)
-    seen = {"observation.state": torch.zeros(4), "observation.images.0": torch.zeros(3, 28, 28), "task": "go"}
-    tensors = [value for value in names["preprocessor"](seen).values() if isinstance(value, torch.Tensor)]
+    observation = {"observation.state": torch.zeros(4), "observation.images.0": torch.zeros(3, 28, 28), "task": "go"}
+    tensors = [value for value in names["preprocessor"](observation).values() if isinstance(value, torch.Tensor)]
     assert len(tensors) == 4 and names["policy"].config.device == "meta"
     assert {tensor.device.type for tensor in [*tensors, *names["policy"].parameters()]} == {"meta"}
 
@@ -202,7 +197,7 @@ def test_code_of_the_card_loads_policy_on_lerobots_device(finished, monkeypatch)
     "name", ["extra.json", "README.md", "config.json", "tokenizer/vocab.json", "tokenizer", "more", "."]
 )
 def test_push_refuses_symlinks_and_leaves_their_target(server, finished, tmp_path, name):
-    """Whoever can write the folder could otherwise publish, or overwrite, what only the user can read or write."""
+    """Otherwise a writer of the folder could publish or overwrite private files of the user."""
     server.private[REPO] = True
     policy, secret = finished / "pretrained_model", tmp_path / "secret"
     (policy / "tokenizer").mkdir()
@@ -274,13 +269,6 @@ def test_push_dry_run_creates_no_repository(server):
     assert "me/new" not in server.private
 
 
-def test_push_without_token_is_refused(server, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(ValueError, match="me/pick: no token to push with; set HF_TOKEN"):
-        push.check_push(REPO, None)
-    assert REPO not in server.private
-
-
 @pytest.mark.parametrize(
     ("token", "repo_id", "private", "message"),
     [
@@ -290,14 +278,17 @@ def test_push_without_token_is_refused(server, monkeypatch):
         (READ_ONLY, REPO, None, r"refused access \(403\)"),
         (TOKEN, "me/old", True, "exists and is public, but --policy.private=true"),
         (TOKEN, "not a name", None, "not a repository name"),
+        (None, REPO, None, "me/pick: no token to push with; set HF_TOKEN"),
     ],
 )
 def test_push_to_unwritable_repository_is_refused(server, monkeypatch, token, repo_id, private, message):
     server.private["me/old"] = False
-    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.delenv("HF_TOKEN")
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(ValueError, match=message) as error:
         push.check_push(repo_id, private)
-    assert token not in str(error.value)
+    assert REPO not in server.private and (token is None or token not in str(error.value))
 
 
 def test_push_without_network_raises_os_error(server, monkeypatch):
@@ -369,7 +360,7 @@ def test_push_robot_flag_is_refused_for_a_single_policy(finished, capsys):
 
 
 def test_run_does_not_start_if_its_push_would_fail(server, finished, monkeypatch, tmp_path, capsys):
-    """Known before Ray starts and before the run's folder is made, so that the same command can be given again."""
+    """Before Ray starts and before the run's folder is created, so that the same command can be repeated."""
     out = tmp_path / "out"
     argv = ["--dataset.root=/d", "--policy.path=/p", f"--output_dir={out}", "--policy.repo_id=somebody/arm"]
 
@@ -395,17 +386,16 @@ def test_run_does_not_start_if_its_push_would_fail(server, finished, monkeypatch
 def test_push_flags_equal_lerobots():
     argv = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
     assert parse_args(argv).hub_repo_id is None
-    given = parse_args([*argv, f"--policy.repo_id={REPO}", "--policy.private=true", "--policy.push_to_hub=true"])
-    assert (given.hub_repo_id, given.policy_private, given.policy_options) == (REPO, True, [])
+    config = parse_args([*argv, f"--policy.repo_id={REPO}", "--policy.private=true", "--policy.push_to_hub=true"])
+    assert (config.hub_repo_id, config.policy_private, config.policy_options) == (REPO, True, [])
     assert parse_args([*argv, "--policy.push_to_hub", f"--policy.repo_id={REPO}"]).hub_repo_id == REPO
     assert parse_args([*argv, "--policy.push_to_hub=false", f"--policy.repo_id={REPO}"]).hub_repo_id is None
     with pytest.raises(ValueError, match="to which repository"):
         parse_args([*argv, "--policy.push_to_hub"])
-    assert replace(given, push_to_hub=None).hub_repo_id == REPO
+    assert replace(config, push_to_hub=None).hub_repo_id == REPO
 
 
 def test_push_from_a_bucket(server, finished):
-    """The card is made of what the run's folder in the bucket says."""
     with runs_bucket():
         url = "s3://runs/secret_place/run7"
         for path in finished.rglob("*"):
