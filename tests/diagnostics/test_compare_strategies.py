@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from vla_finetuning.training.memory import GIB, StepMemory
 
 
 def test_strategy_beyond_planned_memory_is_left_out(run, monkeypatch):
-    """Of a GPU that runs out of memory nothing would be left, nor of what was measured before."""
+    """Running out of memory would also lose what was measured before."""
     run = replace(run, config=replace(run.config, scaling=replace(run.config.scaling, num_workers=2)))
 
     def planned_memory(policy, frames):
@@ -29,14 +30,14 @@ def test_strategy_beyond_planned_memory_is_left_out(run, monkeypatch):
     monkeypatch.setattr(compare_strategies, "planned_memory", planned_memory)
     monkeypatch.setattr(compare_strategies, "_measure", measure)
     monkeypatch.setattr(compare_strategies, "_gpu_bytes", lambda device: 79 * GIB)
-    found = compare_strategies.compare(run, ["ddp", "fsdp2", "fsdp2_reshard"], 2, in_process.Rank())
-    assert [s.planned_bytes // GIB for s in found.spreadings] == [84, 44, 34]
+    measured = compare_strategies.compare(run, ["ddp", "fsdp2", "fsdp2_reshard"], 2, in_process.Rank())
+    assert [s.planned_bytes // GIB for s in measured.spreadings] == [84, 44, 34]
     report = StrategiesReport(
         environment=Environment.here(),
         config=run.config.to_json(),
         world_size=1,
         global_batch_size=4,
-        ranks=[found],
+        ranks=[measured],
     )
     rows = {line.split()[0]: line.split() for line in compare_strategies.table(report).splitlines() if line}
     assert " ".join(rows["ddp"]) == "ddp - - - - 84.00 left out -"
@@ -45,22 +46,17 @@ def test_strategy_beyond_planned_memory_is_left_out(run, monkeypatch):
 
 
 def test_measured_step_uses_attention_kernel_of_run(run, monkeypatch):
-    """With the run's kernel of attention."""
     monkeypatch.setattr(compare_strategies, "build_model", lambda *_: ("loss", torch.bfloat16))
     monkeypatch.setattr(compare_strategies, "spread", lambda *_, **__: "model")
     monkeypatch.setattr(compare_strategies, "build_optimizer", lambda *_: "optimizer")
-    checked = []
-    monkeypatch.setattr(compare_strategies, "check_attention", lambda *arguments: checked.append(arguments[1:]))
-
-    def train_step(*_, **__):
-        raise InterruptedError
-
-    monkeypatch.setattr(compare_strategies, "train_step", train_step)
-    worker, dealt = in_process.Rank(), in_process.schedule(run, 0, 1)
+    check = mock.Mock()
+    monkeypatch.setattr(compare_strategies, "check_attention", check)
+    monkeypatch.setattr(compare_strategies, "train_step", mock.Mock(side_effect=InterruptedError))
+    worker, schedule = in_process.Rank(), in_process.schedule(run, 0, 1)
     for strategy in ("ddp", "fsdp2"):
         with pytest.raises(InterruptedError):
-            compare_strategies._measure(run, strategy, 1, [], dealt, worker, None)
-    assert checked == 2 * [("loss", worker.device, torch.bfloat16)]
+            compare_strategies._measure(run, strategy, 1, [], schedule, worker, None)
+    assert [call.args[1:] for call in check.call_args_list] == 2 * [("loss", worker.device, torch.bfloat16)]
 
 
 def test_nonfinite_losses_survive_serialisation():

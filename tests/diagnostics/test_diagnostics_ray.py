@@ -22,9 +22,9 @@ def argv(tmp_path_factory):
 @pytest.fixture(scope="module")
 def step_json(argv, ray_cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
-    own = ["--profile_steps=10", "--profile_warmup=4", f"--profile_step_json={folder / 'step.json'}"]
-    own += [f"--profile_trace={folder / 'trace.json'}", f"--profile_html={folder / 'step.html'}"]
-    assert profile_step.main([*argv[0], *own]) == 0
+    flags = ["--profile_steps=10", "--profile_warmup=4", f"--profile_step_json={folder / 'step.json'}"]
+    flags += [f"--profile_trace={folder / 'trace.json'}", f"--profile_html={folder / 'step.html'}"]
+    assert profile_step.main([*argv[0], *flags]) == 0
     return folder / "step.json"
 
 
@@ -40,7 +40,6 @@ def test_step_report_of_two_ranks(step_json, argv):
         assert rank.checkpoint_s > 0
     means = [np.mean(rank.timed.full["backward"]) for rank in report.ranks]
     assert report.phases["backward"].slowest_rank == int(np.argmax(means))
-    # Nothing is left beside the run's folder, which was not made.
     assert sorted(entry.name for entry in argv[1].iterdir()) == ["base", "dataset"]
 
 
@@ -55,8 +54,8 @@ def test_trace_contains_steps_and_cluster_tasks(step_json):
 
 def test_loader_report_of_two_workers(step_json, argv, capsys):
     loader_json = step_json.parent / "loader.json"
-    own = ["--profile_batches=40", "--profile_warmup=4", f"--against={step_json}"]
-    assert profile_dataloader.main([*argv[0], *own, f"--profile_dataloader_json={loader_json}"]) == 0
+    flags = ["--profile_batches=40", "--profile_warmup=4", f"--against={step_json}"]
+    assert profile_dataloader.main([*argv[0], *flags, f"--profile_dataloader_json={loader_json}"]) == 0
     report = LoaderReport.read(loader_json)
     assert [len(rank.fetch_s) for rank in report.ranks] == [40, 40]
     assert 0 < report.rows <= 2 * 40 * 2

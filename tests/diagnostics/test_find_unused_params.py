@@ -1,4 +1,4 @@
-"""What the step reaches, against LeRobot's own forward and autograd."""
+"""Unused parameters, against LeRobot's forward and autograd."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def everything_trains(monkeypatch):
 def test_all_trainable_parameters_are_reached(run, tmp_path):
     report = find_unused(run, batches=2)
     assert not report.unreached
-    # The layers behind it start at zero in LeRobot's PI0.5, so nothing comes back in the first steps.
+    # The layers behind these start at zero in LeRobot's PI0.5, so their first gradients are zero.
     assert {name.rsplit(".", 2)[1] for name in names(report, "zero")} <= {"time_mlp_in", "time_mlp_out"}
     assert len(report.of("used")) > 30
     policy = run.policy.start()

@@ -1,4 +1,4 @@
-"""The rate that the data engine is said to have, and which side is the bottleneck."""
+"""The rate of the data engine and the verdict on the bottleneck, against given times."""
 
 import argparse
 import time
@@ -25,9 +25,9 @@ def options_of(*argv):
 
 
 def fetches(rank=0, **changes):
-    """What a worker saw of one batch."""
-    seen = {"warm_at_s": 0.0, "done_at_s": 1.0, "fetch_s": [1.0], "copy_s": None, "produced_at_s": [0.5], **changes}
-    return RankFetches(rank=rank, environment=Environment.here(), **seen)
+    """Fetches of one batch by a worker."""
+    fields = {"warm_at_s": 0.0, "done_at_s": 1.0, "fetch_s": [1.0], "copy_s": None, "produced_at_s": [0.5], **changes}
+    return RankFetches(rank=rank, environment=Environment.here(), **fields)
 
 
 def summarise(run, ranks, cpus=1.0, options=None):
@@ -38,7 +38,7 @@ TEN = ("--profile_batches=10", "--profile_warmup=3")
 
 
 def pull(run, tmp_path, produced_at_s, *argv, before_batch=lambda: None):
-    """Pull through the tool's worker loop, in this process, rows that were read when `produced_at_s(micro)` says."""
+    """Pull rows that were read at `produced_at_s(micro)` through the tool's worker loop, in this process."""
     options = options_of(*argv)
     pulled = profile_dataloader.pulled_run(run, options)
     pulled = with_config(pulled, replace(pulled.config, output_dir=str(tmp_path)))
@@ -49,7 +49,7 @@ def pull(run, tmp_path, produced_at_s, *argv, before_batch=lambda: None):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass only when a test says so, for the tool and for the iterator that times waits."""
+    """Time of the tool, and of the iterator that times waits, that passes only by `spend`."""
     clock = in_process.GivenTime()
     monkeypatch.setattr(profile_dataloader, "time", clock)
     monkeypatch.setattr(util, "time", clock)
@@ -98,8 +98,7 @@ def test_stage_times_cover_cpu_time_of_read_tasks(setting):
     run = in_process.resolved(setting, **{"dataset.image_size": "[56,56]"})
     data = vla.build_dataset(run)
     with in_process.tasks_here():
-        # Whatever is imported on the way.
-        profile_dataloader.time_stages(data, run.rows.last_row, run.config.batch_size)
+        profile_dataloader.time_stages(data, run.rows.last_row, run.config.batch_size)  # imports
         before = time.process_time()
         stages = profile_dataloader.time_stages(data, run.rows.last_row, run.config.batch_size)
         spent = time.process_time() - before
@@ -162,14 +161,14 @@ def loader_report(run):
 def test_balance_names_the_bottleneck(step_report, loader_report):
     """The engine gives 100 rows/s with 4 CPUs; a step is 4 rows."""
     assert loader_report.rows_per_s == 100
-    _, said, cpus = balance(loader_report, at(step_report, 0.04, 0.02))  # computes 0.02 s: 200 rows/s
-    assert said == "The data engine is the bottleneck: the step could take 2.00x as much."
+    _, verdict, cpus = balance(loader_report, at(step_report, 0.04, 0.02))  # computes 0.02 s: 200 rows/s
+    assert verdict == "The data engine is the bottleneck: the step could take 2.00x as much."
     assert cpus.startswith("8.00 CPUs for data per worker would balance them") and cpus.endswith("there are 4.00.")
-    _, said, cpus = balance(loader_report, at(step_report, 0.16, 0.0))  # 25 rows/s
-    assert said == "The step is the bottleneck: the data engine could feed 4.00x as much."
+    _, verdict, cpus = balance(loader_report, at(step_report, 0.16, 0.0))  # 25 rows/s
+    assert verdict == "The step is the bottleneck: the data engine could feed 4.00x as much."
     assert cpus.startswith("1.00 CPUs for data per worker")
     assert balance(loader_report, at(step_report, 0.04, 0.0))[1] == "They are balanced."
-    said = balance(loader_report, at(step_report, 2.0, 1.99))[1]  # a step that nearly only waits
-    assert said == "The data engine is the bottleneck: the step could take 4.00x as much."
+    verdict = balance(loader_report, at(step_report, 2.0, 1.99))[1]  # a step that nearly only waits
+    assert verdict == "The data engine is the bottleneck: the step could take 4.00x as much."
     other = at(step_report, 0.04, 0.0).model_copy(update={"config": step_report.config | {"batch_size": 64}})
     assert balance(loader_report, other)[-1] == "Beware: the two results differ in batch_size."

@@ -1,10 +1,11 @@
-"""The profiler runs the training loop itself, attributes its time to the right phases, and does not disturb it."""
+"""The step profiler, against planted times, unprofiled training and numpy."""
 
 import json
 import math
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,14 +27,14 @@ from vla_finetuning.training.model import build_model, build_optimizer
 
 
 def watched_run(run, folder, *argv):
-    """Return the settings of a command line, and the run that is profiled by them into a folder."""
+    """Return the settings of a command line, and the run that is profiled into a folder."""
     settings = Settings.of(parse_options(["--profile_warmup=1", "--profile_steps=3", *argv])[0], run)
     watched = profile_step.watched_run(run, settings)
     return settings, with_config(watched, replace(watched.config, output_dir=str(folder)))
 
 
 def profile_worker(settings, watched, shard=None, **options):
-    """Profile in this process; return what the rank leaves."""
+    """Profile in this process; return the profile of the rank."""
 
     def profile(run, worker, **more):
         profile_step.profile_worker(run, settings, worker, **more)
@@ -43,7 +44,7 @@ def profile_worker(settings, watched, shard=None, **options):
 
 
 def profile(run, folder, *argv, before_batch=lambda: None):
-    """What the tool does, in this process."""
+    """Profile in this process as the tool does."""
     settings, watched = watched_run(run, folder, *argv)
     rank = profile_worker(settings, watched, in_process.Shard(watched, before_batch))
     return profile_step.summarise(run, settings, [rank])
@@ -100,13 +101,12 @@ PLANTED = {
 
 
 def test_planted_time_is_attributed_to_its_phase(run, tmp_path, monkeypatch, clock):
-    """Also of waiting for data, 256 s a batch; and all phases of a step sum to it, exactly."""
+    """Also that of waiting for data, 256 s a batch; phases sum to the step exactly."""
     expected = {"data_wait": 2.0 * 256}
     for phase, (owner, name, wrap, seconds, times) in PLANTED.items():
         monkeypatch.setattr(owner, name, wrap(getattr(owner, name), partial(clock.spend, seconds)))
         expected[phase] = float(seconds * times)
-    found = profile(run, tmp_path, "--profile_sync", before_batch=lambda: clock.spend(256))
-    (rank,) = found.ranks
+    (rank,) = profile(run, tmp_path, "--profile_sync", before_batch=lambda: clock.spend(256)).ranks
     assert rank.timed.exposed == {phase: [seconds] * 3 for phase, seconds in expected.items()}
     assert rank.synchronized.exposed == rank.timed.exposed
     assert rank.block_step_s == dict.fromkeys(("untouched", "timed", "synchronized"), [sum(expected.values())] * 3)
@@ -116,27 +116,27 @@ def test_advice_is_sorted_by_share_and_ignores_rare_slow_blocks(report):
     """A few slow blocks are no finding: another program took the machine."""
     shares = dict.fromkeys(report.phases, (0.0, 0.0)) | {"forward": (0.5, 0.4), "data_wait": (0.16, 0.01)}
 
-    def said():
+    def advised():
         phases = {
             name: report.phases[name].model_copy(update={"share": share, "quartiles": (lower, 1.0)})
             for name, (share, lower) in shares.items()
         }
         return [line[:26] for line in advice(report.model_copy(update={"phases": phases}))]
 
-    assert said() == ["Forward and backward are 5"]
+    assert advised() == ["Forward and backward are 5"]
     shares |= {"data_wait": (0.6, 0.55), "optimizer": (0.7, 0.15)}
-    assert said() == ["The optimizer is 70% of a ", "Waiting for data is 60% of"]
+    assert advised() == ["The optimizer is 70% of a ", "Waiting for data is 60% of"]
 
 
 def test_share_quartiles_are_computed_over_blocks(run, report):
-    """Quartiles of shares over blocks of two steps, beside numpy."""
+    """Over blocks of two steps, by numpy."""
     forward, wait = [1.0, 1, 2, 2, 3, 3, 4, 4], [1.0, 3, 1, 3, 1, 3, 1, 3]
-    none = dict.fromkeys(report.ranks[0].timed.exposed, [0.0] * 8)
-    timed = step_clock.Times(exposed=none | {"forward": forward, "data_wait": wait}, full=none)
+    zeros = dict.fromkeys(report.ranks[0].timed.exposed, [0.0] * 8)
+    timed = step_clock.Times(exposed=zeros | {"forward": forward, "data_wait": wait}, full=zeros)
     rank = report.ranks[0].model_copy(update={"timed": timed})
     of_blocks = np.array([2, 4, 6, 8]) / (np.array([2, 4, 6, 8]) + 4)
-    found = _summarise_phase("forward", 2, [rank])
-    assert found.quartiles == pytest.approx(np.quantile(of_blocks, (0.25, 0.75))) and found.share == 20 / 36
+    summary = _summarise_phase("forward", 2, [rank])
+    assert summary.quartiles == pytest.approx(np.quantile(of_blocks, (0.25, 0.75))) and summary.share == 20 / 36
 
 
 def test_checkpoint_time_is_separate_from_phases(run, tmp_path, clock):
@@ -155,17 +155,16 @@ def test_checkpoint_time_is_separate_from_phases(run, tmp_path, clock):
 
 
 def test_profiled_training_is_bitwise_equal(run, tmp_path):
-    """The same parameters to the bit, watched and not."""
     settings, watched = watched_run(run, tmp_path, "--profile_steps=2")
     clock = step_clock.StepClock(settings.passes(1), settings.block_steps, torch.device("cpu"))
 
-    class AsLong(state.Callback):
+    class StopAfterPasses(state.Callback):
         def on_step_end(self, training):
             training.stop = training.step == len(settings.passes(1))
 
-    ways = ({"callbacks": [clock], "clock": clock}, {"callbacks": [AsLong()]})
-    trained = [in_process.train(watched, **way).named() for way in ways]
-    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+    profiled = in_process.train(watched, callbacks=[clock], clock=clock).named()
+    plain = in_process.train(watched, callbacks=[StopAfterPasses()]).named()
+    assert all(torch.equal(profiled[name], plain[name]) for name in profiled)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -184,7 +183,7 @@ def test_hidden_communication_is_overlap_with_computation(device):
     events = [
         *(event(collective, start, end, thread=2) for start, end in ((10, 12), (0, 4), (2, 6))),
         *(event(compute, start, end) for start, end in ((5, 7), (5.5, 6.5), (11, 20))),
-        # No computation: waiting on the host, what the thread of a collective of Gloo's does, and FSDP's annotations.
+        # No computation: waiting on the host, the thread of a Gloo collective, and FSDP's annotations.
         event("RegisterPostBackwardFunctionBackward", 0, 20, device_type=DeviceType.CPU),
         event("aten::div_", 3, 4, thread=2, device_type=DeviceType.CPU),
         event("FSDP::post_backward_reduce", 0, 12, is_user_annotation=True),
@@ -218,7 +217,7 @@ def test_passes_alternate_in_blocks(run):
 def test_environment_variables_set_options(run, monkeypatch):
     default = Settings.of(parse_options([])[0], run)
     assert (default.steps, default.warmup, default.fused_adamw, default.checkpoint) == (100, 20, True, True)
-    given = {
+    variables = {
         "PROFILE_STEPS": ("7", {"steps": 7, "block_steps": 1}),
         "PROFILE_WARMUP": ("23", {"warmup": 40}),
         "PROFILE_SYNC": ("true", {"sync": True}),
@@ -228,27 +227,22 @@ def test_environment_variables_set_options(run, monkeypatch):
         "PROFILE_CHECKPOINT": ("0", {"checkpoint": False}),
         "PROFILE_TRACE": ("t.json", {"trace": True}),
     }
-    for name, (value, changed) in given.items():
+    for name, (value, changed) in variables.items():
         with monkeypatch.context() as environment:
             environment.setenv(name, value)
-            found = Settings.of(parse_options([])[0], run).model_dump()
-        assert found == default.model_dump() | changed, name
+            settings = Settings.of(parse_options([])[0], run).model_dump()
+        assert settings == default.model_dump() | changed, name
     monkeypatch.setenv("PROFILE_STEPS", "9")
     assert parse_options(["--profile_steps", "4"])[0].profile_steps == 4  # the flag wins
 
 
 @pytest.mark.parametrize(("argv", "search"), [([], None), (["--find_unused_params"], True)])
 def test_find_unused_params_reaches_ddp(run, tmp_path, monkeypatch, argv, search):
-    class BuiltError(Exception):
-        pass
-
-    def spread(*args, find_unused_parameters, **options):
-        assert find_unused_parameters is search
-        raise BuiltError
-
+    spread = mock.Mock(side_effect=InterruptedError)
     monkeypatch.setattr("vla_finetuning.training.state.spread", spread)
-    with pytest.raises(BuiltError):
+    with pytest.raises(InterruptedError):
         profile_worker(*watched_run(run, tmp_path, *argv))
+    assert spread.call_args.kwargs["find_unused_parameters"] is search
 
 
 def test_fused_adamw_and_no_optim_settings(run, tmp_path, monkeypatch):
@@ -259,8 +253,8 @@ def test_fused_adamw_and_no_optim_settings(run, tmp_path, monkeypatch):
     foreach = plain.model_copy(update={"fused_adamw": False})
     unfused = profile_step.make_optimizer(foreach, run.policy, loss, run.job.steps)
     fused = build_optimizer(run.policy, loss, run.job.steps)
-    own = {"fused": False, "foreach": True}
-    assert unfused.optimizer.param_groups == [group | own for group in fused.optimizer.param_groups]
+    expected = [group | {"fused": False, "foreach": True} for group in fused.optimizer.param_groups]
+    assert unfused.optimizer.param_groups == expected
     before = {name: value.clone() for name, value in unfused.named().items()}
     for parameter in unfused.params:
         parameter.grad = torch.ones_like(parameter)
@@ -290,7 +284,7 @@ def test_invalid_options_exit_with_status_2(argv, environment, message, monkeypa
 
 
 def test_unfused_adamw_is_refused_for_shards_and_other_optimizers(run):
-    """Shards; a worker on its own has none."""
+    """A single worker has no shards."""
     options, _ = parse_options(["--fused_adamw=false"])
 
     def prepare(workers):
@@ -447,7 +441,7 @@ def test_cuda_events_are_read_after_synchronize(run, tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_cuda_event_times_agree_with_synchronized_times(tmp_path_factory, tmp_path):
-    """What events say a phase adds is what a synchronize around it says, where nothing overlaps within it."""
+    """In phases without overlap."""
     setting = in_process.make_setting(tmp_path_factory.mktemp("gpu"))
     run = in_process.resolved(setting, **{"scaling.use_gpu": "true", "batch_size": 4})
     options = ["--profile_steps=20", "--profile_warmup=5", "--profile_sync", "--profile_checkpoint=false"]
@@ -455,7 +449,7 @@ def test_cuda_event_times_agree_with_synchronized_times(tmp_path_factory, tmp_pa
     rank = profile_worker(settings, watched, device=torch.device("cuda", 0))
     for phase in ("forward", "backward"):
         events, waited = (np.median(times.exposed[phase]) for times in (rank.timed, rank.synchronized))
-        # A synchronize costs time, and ends what the host had prepared ahead.
+        # A synchronize costs time, and drains the queue of the device.
         assert 0.3 * waited < events < 1.2 * waited
     assert "copy" in rank.timed.full and rank.peak_allocated_bytes > 0
     total = sum(map(sum, rank.timed.exposed.values())) / settings.steps

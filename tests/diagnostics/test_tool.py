@@ -1,4 +1,4 @@
-"""What the tools share."""
+"""Shared parts of the diagnostics: GPUs, batches and scratch folders."""
 
 import json
 from dataclasses import replace
@@ -21,15 +21,15 @@ MASK = "observation.language.attention_mask"
 
 
 def test_gpus_are_counted_on_cluster_nodes(setting, monkeypatch, capsys):
-    """A driver on a head node has none. What steps in the driver's own process is refused there before it loads."""
-    asked, found = [], []
+    """A head node has none: tools that step in the driver's process are refused there before the run loads."""
+    scalings, runs = [], []
 
     def gpus_found(scaling, preset):
-        asked.append(scaling.use_gpu)
+        scalings.append(scaling.use_gpu)
         return 1
 
     def examine(run, *_):
-        found.append(run.job.use_gpu)
+        runs.append(run.job.use_gpu)
         raise ValueError("no further")
 
     monkeypatch.setattr(cluster, "gpus_found", gpus_found)
@@ -38,30 +38,30 @@ def test_gpus_are_counted_on_cluster_nodes(setting, monkeypatch, capsys):
     monkeypatch.setattr(audit_syncs, "audit", examine)
     monkeypatch.setattr(find_unused_params, "with_stub_stats", lambda run: pytest.fail("the run was loaded"))
     flags = [flag for flag in in_process.flags(setting) if "use_gpu" not in flag]
-    for tool, said in (
+    for tool, message in (
         (profile_step, "no further"),
         (audit_syncs, "no further"),
         (find_unused_params, "this machine has no GPU: start it on a GPU node, or give --scaling.use_gpu false"),
     ):
-        assert tool.main(flags) == 2 and said in capsys.readouterr().err
-    assert asked == [None] * 3 and found == [True] * 2
+        assert tool.main(flags) == 2 and message in capsys.readouterr().err
+    assert scalings == [None] * 3 and runs == [True] * 2
 
 
 def test_host_batches_are_cut_and_weighted_as_in_training(run):
     weights = np.arange(run.rows.metas[0].total_frames, dtype=np.float32)
-    dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, 1)
-    (whole,) = host_batches(replace(run, policy=replace(run.policy, prompts=())), dealt, 1)
-    needed = int(whole[MASK].sum(1).max())
-    assert needed < whole[MASK].shape[1] and "row_weight" not in whole
-    shorter = replace(run.policy, prompts=(needed, whole[MASK].shape[1]))
-    (cut,) = host_batches(replace(run, policy=shorter, rows=replace(run.rows, weights=weights)), dealt, 1)
+    schedule = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, 1)
+    (uncut,) = host_batches(replace(run, policy=replace(run.policy, prompts=())), schedule, 1)
+    needed = int(uncut[MASK].sum(1).max())
+    assert needed < uncut[MASK].shape[1] and "row_weight" not in uncut
+    shorter = replace(run.policy, prompts=(needed, uncut[MASK].shape[1]))
+    (cut,) = host_batches(replace(run, policy=shorter, rows=replace(run.rows, weights=weights)), schedule, 1)
     assert cut[MASK].shape == (run.config.batch_size, needed)
-    ratio = cut["row_weight"] / weights[whole["index"]]
+    ratio = cut["row_weight"] / weights[uncut["index"]]
     assert ratio[0] > 0 and np.allclose(ratio, ratio[0])
 
 
 def test_bucket_run_is_profiled_in_removed_scratch_folder(run):
-    """Its folder is what nodes share; nothing is left there."""
+    """Nodes share its folder, and nothing remains there."""
     options, _ = profile_step.parse_options(["--profile_warmup=1", "--profile_steps=2", "--trace=trace.json"])
     with runs_bucket():
         bucket = Bucket("s3://runs")
