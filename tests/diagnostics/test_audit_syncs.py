@@ -1,4 +1,4 @@
-"""The audit finds nothing in our loop, and everything that is planted there."""
+"""The audit of device syncs, on the real loop and on planted syncs."""
 
 import contextlib
 import gc
@@ -40,13 +40,13 @@ def run(setting):
 
 @pytest.fixture
 def one_step(monkeypatch):
-    """One optimizer step, two micro-batches, between two log steps; and no garbage collection, which takes longest."""
+    """One optimizer step, two micro-batches, between two log steps; without garbage collection, which takes longest."""
     monkeypatch.setattr(gc, "collect", lambda *_: 0)
     monkeypatch.setattr(audit_syncs, "WINDOW_STEPS", 1)
 
 
 def plant(monkeypatch, planted):
-    """Replace PI0.5's loss by one that costs little and is seen by the planted function."""
+    """Replace PI0.5's loss by a cheap one that is passed to the planted function."""
 
     def forward(self, batch, noise, time):
         weights = sum(parameter.sum() for parameter in self.parameters() if parameter.requires_grad)
@@ -57,11 +57,11 @@ def plant(monkeypatch, planted):
     monkeypatch.setattr(PI05Loss, "forward", forward)
 
 
-def by_name(found, planted=None):
-    """{name: times}: of `planted` by its line, else of the function; all of it must be in this file."""
-    assert {sync.where.file for sync in found.syncs} <= {__file__}, found.table()
+def by_name(report, planted=None):
+    """Map names to times, by the line of `planted`, else by function; all must be in this file."""
+    assert {sync.where.file for sync in report.syncs} <= {__file__}, report.table()
     name_of = {function.__code__.co_firstlineno: name for name, function in (planted or {}).items()}
-    wheres = {sync.where: sync.times for sync in found.syncs}
+    wheres = {sync.where: sync.times for sync in report.syncs}
     return {name_of.get(where.number, where.function.rsplit(".")[-1]): times for where, times in wheres.items()}
 
 
@@ -84,18 +84,18 @@ def test_training_loop_has_no_syncs(setting, mode, flag, capsys):
 
 
 def test_callbacks_add_no_syncs(tmp_path, one_step):
-    """With every callback that a run can have: no place beside those of a run without them."""
+    """Every callback that a run can have adds no place."""
     root = make_dataset(tmp_path / "dataset", episodes=(12, 9, 10), cameras={"observation.images.top": (48, 64)})
     attached = {
         **{"run.record_rows": "true", "train.exact_mean": "true", "dataset.on_error": "skip", "ema.enable": "true"},
         **{"save_every_s": 3600, "dataset.eval_split": 0.3},
     }
 
-    def found(**options):
+    def places(**options):
         run = resolved(root, "smolvla", tmp_path / "run", **{"train.mode": "expert", **options})
         return {(sync.operation, str(sync.where)) for sync in audit_syncs.audit(run).syncs}
 
-    assert found(**attached) <= found()
+    assert places(**attached) <= places()
 
 
 def test_audit_covers_every_part_of_the_step(run, monkeypatch, one_step):
@@ -140,30 +140,27 @@ def test_audit_covers_every_part_of_the_step(run, monkeypatch, one_step):
 def test_unpinned_host_batches_are_reported(run, monkeypatch, one_step):
     collate = NumpyToTorchCollate.__call__
     monkeypatch.setattr(NumpyToTorchCollate, "__call__", lambda _, batch: collate(NumpyToTorchCollate(False), batch))
-    found = audit_syncs.audit(run).syncs
-    assert {(Path(sync.where.file).name, sync.where.function) for sync in found} == {
+    report = audit_syncs.audit(run).syncs
+    assert {(Path(sync.where.file).name, sync.where.function) for sync in report} == {
         ("util.py", "cuda_prefetcher.<locals>.fetch")
     }
-    assert all("not pinned" in sync.operation for sync in found)
+    assert all("not pinned" in sync.operation for sync in report)
 
 
 @pytest.mark.gate
 def test_known_syncs_of_lerobot_forward_are_reported(run, monkeypatch, one_step):
     monkeypatch.setattr(PI05Loss, "forward", lambda self, batch, noise, time: self.policy(self.images(batch))[0])
     monkeypatch.setattr(trainable, "remove_unused", lambda policy: [])  # it uses more than its loss needs
-    found = audit_syncs.audit(run)
-    assert {(Path(sync.where.file).name, sync.where.source) for sync in found.syncs} == {
+    report = audit_syncs.audit(run)
+    assert {(Path(sync.where.file).name, sync.where.source) for sync in report.syncs} == {
         ("flow_matching.py", "return dist.sample((bsize,)).to(device)"),
         ("modeling_pi05.py", "att_masks = torch.tensor(att_masks, dtype=torch.bool, device=pad_masks.device)"),
-        (
-            "modeling_pi05.py",
-            "att_masks = torch.tensor(att_masks, dtype=action_emb.dtype, device=action_emb.device)",
-        ),
+        ("modeling_pi05.py", "att_masks = torch.tensor(att_masks, dtype=action_emb.dtype, device=action_emb.device)"),
         ("modeling_pi05.py", '"loss_per_dim": losses.mean(dim=[0, 1]).detach().cpu().numpy().tolist(),'),
         ("modeling_pi05.py", 'loss_dict["loss"] = loss.item()'),
     }
-    assert {sync.times for sync in found.syncs} == {2}
-    assert "lerobot/policies/pi05/modeling_pi05.py:" in found.table()
+    assert {sync.times for sync in report.syncs} == {2}
+    assert "lerobot/policies/pi05/modeling_pi05.py:" in report.table()
 
 
 # --- planted ----------------------------------------------------------------------------------------------
@@ -215,14 +212,14 @@ def test_planted_syncs_are_reported_with_their_line(run, monkeypatch, one_step):
 
 
 def test_error_after_fake_value_names_last_device_read(setting, run, monkeypatch, one_step, capsys):
-    def refuses(loss):
+    def refuse_nan(loss):
         if torch.isnan(loss):
             raise RuntimeError("not a number")
 
-    plant(monkeypatch, refuses)
+    plant(monkeypatch, refuse_nan)
     monkeypatch.setattr(audit_syncs, "resolve", lambda config, gpus_found: run)
     assert audit_syncs.main(flags(setting)) == 2
-    line = refuses.__code__.co_firstlineno + 1
+    line = refuse_nan.__code__.co_firstlineno + 1
     place = f"at tests/diagnostics/test_audit_syncs.py:{line}, `if torch.isnan(loss):`"
     assert f"last read a value from the device {place}" in capsys.readouterr().err
 
@@ -235,9 +232,9 @@ def test_syncs_inside_autograd_are_reported(run, monkeypatch, one_step):
         return loss.expand(3)[torch.ones(3, dtype=torch.bool, device=loss.device)].sum()
 
     monkeypatch.setattr(PI05Loss, "forward", forward)
-    found = audit_syncs.audit(run)
-    assert {(sync.where.function, sync.times) for sync in found.syncs} == {(forward.__qualname__, 2), ("backward", 2)}
-    assert "  autograd  " in found.table()
+    report = audit_syncs.audit(run)
+    assert {(sync.where.function, sync.times) for sync in report.syncs} == {(forward.__qualname__, 2), ("backward", 2)}
+    assert "  autograd  " in report.table()
 
 
 def test_asynchronous_operations_are_not_reported(run, monkeypatch, one_step):
@@ -275,9 +272,7 @@ def test_exit_statuses_and_printed_table(setting, run, monkeypatch, one_step, ca
 
 def test_audit_runs_without_normalisation_statistics(run, monkeypatch, one_step):
     plant(monkeypatch, item)
-    stats = {
-        key: {name: v for name, v in values.items() if name != "q01"} for key, values in run.robots[0].stats.items()
-    }
+    stats = {key: {n: v for n, v in values.items() if n != "q01"} for key, values in run.robots[0].stats.items()}
     metas = tuple(replace(meta, stats=stats) for meta in run.rows.metas)
     missing = {"action": {"q01"}, "observation.state": {"q01"}}
     policy = run.policy.select_robot(replace(run.robots[0], stats={}, missing_stats=missing))
@@ -286,14 +281,14 @@ def test_audit_runs_without_normalisation_statistics(run, monkeypatch, one_step)
 
 
 def test_audit_restores_process_state(run, monkeypatch, one_step):
-    def watched():
+    def patched():
         functions = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream]
         return [*functions, DeviceMetrics.gather, state.build_model, feed.with_timeout]
 
-    before, precision = watched(), torch.get_float32_matmul_precision()
+    before, precision = patched(), torch.get_float32_matmul_precision()
     plant(monkeypatch, item)
     audit_syncs.audit(run)
-    assert watched() == before
+    assert patched() == before
     assert gc.isenabled() and torch.get_float32_matmul_precision() == precision
     weight = torch.ones(2, requires_grad=True)
     (weight * 2).sum().backward()
@@ -304,7 +299,7 @@ def test_audit_restores_process_state(run, monkeypatch, one_step):
 
 
 def test_cuda_sync_warnings_become_reported_lines(run, monkeypatch, one_step, tmp_path):
-    """The way with CUDA, on the CPU: PyTorch's warning is given by hand where CUDA would give it."""
+    """On the CPU, with PyTorch's warning raised by hand."""
 
     def synchronise():
         warnings.warn(f"{audit_syncs.CUDA_WARNING} (Triggered internally at CUDAFunctions.cpp)", stacklevel=1)
@@ -318,8 +313,8 @@ def test_cuda_sync_warnings_become_reported_lines(run, monkeypatch, one_step, tm
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     plant(monkeypatch, waits)
     with pytest.warns(UserWarning, match="something else"):
-        found = audit_syncs._audit_on(audit_syncs._shortened(run, str(tmp_path)), CPU)
-    assert by_name(found) == {"synchronise": 2}
+        report = audit_syncs._audit_on(audit_syncs._shortened(run, str(tmp_path)), CPU)
+    assert by_name(report) == {"synchronise": 2}
     assert modes == ["warn", 0]
 
 
@@ -341,7 +336,6 @@ def test_planted_syncs_are_reported_on_gpu(setting, monkeypatch, one_step):
 
 @pytest.mark.parametrize("watching", [audit_syncs._CudaWatch("cpu"), step.HostReads()], ids=["audit", "reads"])
 def test_watches_keep_compiled_code_in_use(watching):
-    """Under the watch, and after it, compiled code is called as before."""
     torch._dynamo.reset()
     compiler, calls = Compiler("eager"), []
     layer = compiler(lambda layer, values: layer(values).sum())

@@ -111,9 +111,9 @@ def test_unused_parameters_are_grouped_by_largest_module():
         find_unused_params.Parameter(name=n, shape=[2, 3], fate=f, without_gradient=0) for n, f in fates.items()
     ]
     report = UnusedReport.model_construct(parameters=parameters)
-    found = dict(find_unused_params._groups(report, report.of("unused")))
-    assert {module: len(members) for module, members in found.items()} == {"a.x": 2, "b": 2}
-    assert found["b"][0].size == 6
+    groups = dict(find_unused_params._groups(report, report.of("unused")))
+    assert {module: len(members) for module, members in groups.items()} == {"a.x": 2, "b": 2}
+    assert groups["b"][0].size == 6
 
 
 def test_help_and_invalid_options(capsys):

@@ -55,7 +55,7 @@ def report(run, tmp_path_factory):
     return profile(run, tmp_path_factory.mktemp("report"), "--profile_sync")
 
 
-# --- what is measured -------------------------------------------------------------------------------------
+# --- measurements -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -412,7 +412,7 @@ class At:
 def test_gpu_phases_separate_exposed_from_hidden_time():
     """The GPU is busy until 1.4 s, while the host waits for a batch and another stream copies it."""
     marks = [
-        # phase, when the host was there, when the computing stream was, when the copying stream was
+        # phase, time on the host, on the computing stream, on the copying stream
         ("other", 0.0, 0.0, None),
         ("data_wait", 0.1, 1.4, None),
         ("copy", 1.1, 1.4, 1.1),

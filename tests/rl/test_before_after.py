@@ -1,4 +1,4 @@
-"""The story of `make grpo`, from the dataset to the page."""
+"""`make grpo`, from the dataset to the report."""
 
 import json
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from vla_finetuning.run.lease import LOCK_NAME
 @pytest.mark.ray
 @pytest.mark.timeout(1500)
 def test_grpo_demo_raises_success_rate_over_imitation(tmp_path, no_ray_cluster, monkeypatch):
-    """About six minutes on two cores: imitation, 60 iterations, the same fresh scenes before and after."""
+    """About six minutes on two cores; the same fresh scenes before and after 60 iterations."""
     monkeypatch.setattr(grpo, "DEMO_CACHE", tmp_path / "cache")
     run = tmp_path / "run"
     assert grpo.main(["--preset", "demo", f"--output_dir={run}"]) == 0

@@ -60,14 +60,14 @@ def test_split_positions_covers_each_row_once_with_equal_micro_batch_counts(rank
 def test_demonstration_rows_are_used_once_across_resume(base, root, tmp_path):
     """Two iterations equal one and a resume bit for bit; rows follow the stream without a gap."""
     options = {"save_freq": 1, "grpo.eval_every": 1}
-    whole, lines, rows = trained(filtered(base, tmp_path / "whole", root, **options))
+    uninterrupted, lines, rows = trained(filtered(base, tmp_path / "uninterrupted", root, **options))
     *_, before = trained(filtered(base, tmp_path / "parts", root, **options, **{"grpo.iterations": 1}))
     resumed, lines_of_resumed, after = trained(filtered(base, tmp_path / "parts", root, **options))
     assert before + after == rows == list(range(len(rows))) and before and after
-    assert equal(whole, resumed) and lines == lines_of_resumed
+    assert equal(uninterrupted, resumed) and lines == lines_of_resumed
     assert [line["demonstrated"] for line in lines[1:]] == [2 * line["used"] for line in lines[1:]]  # of two passes
     without, _ = train(resolved(base, tmp_path / "without", **{"grpo.method": "filtered"}))
-    assert not equal(whole, without)
+    assert not equal(uninterrupted, without)
 
 
 def test_demonstration_rows_equal_lerobot_dataset_and_processors(base, root, tmp_path):

@@ -128,19 +128,19 @@ def metrics(run):
 def test_resumed_training_is_bitwise_equal_to_uninterrupted(base, tmp_path):
     """Also with groups that are resampled, and beside a checkpoint that a killed process left unfinished."""
     changes = {"grpo.kl": 0.01, "seed": 14, "grpo.resample": 1}
-    whole, lines = train(resolved(base, tmp_path / "whole", **changes, **{"grpo.iterations": 4}))
+    uninterrupted, lines = train(resolved(base, tmp_path / "whole", **changes, **{"grpo.iterations": 4}))
     train(resolved(base, tmp_path / "parts", **changes))
     unfinished = tmp_path / "parts" / "checkpoints" / "step_00000003" / "attempt-00000" / "trainable.safetensors"
     unfinished.parent.mkdir(parents=True)
     unfinished.touch()
     resumed, lines_of_resumed = train(resolved(base, tmp_path / "parts", **changes, **{"grpo.iterations": 4}))
-    assert equal(whole, resumed) and lines == lines_of_resumed and not unfinished.exists()
+    assert equal(uninterrupted, resumed) and lines == lines_of_resumed and not unfinished.exists()
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4] and lines[4]["episodes"] == 72
     assert [line["step"] for line in lines if "held_out_episodes" in line] == [0, 2, 4]
     start = resolved(base, tmp_path / "whole", **changes).policy.start().state_dict()
-    assert max(float((whole[name] - start[name]).abs().max()) for name in start if name in whole) > 1e-4
+    assert max(float((uninterrupted[name] - start[name]).abs().max()) for name in start if name in uninterrupted) > 1e-4
     assert lines[1]["updates"] == 2 * -(-lines[1]["used"] // 6) and lines[1]["mixed_groups"] == 1
-    assert not equal(whole, train(resolved(base, tmp_path / "reseeded", **changes | {"seed": 5}))[0])
+    assert not equal(uninterrupted, train(resolved(base, tmp_path / "reseeded", **changes | {"seed": 5}))[0])
 
 
 def failing(monkeypatch, fails):
@@ -160,10 +160,10 @@ def test_failed_episodes_are_excluded_from_training_also_after_resume(base, tmp_
     """The second group of every iteration, one episode of the third, and two held-out ones."""
     failing(monkeypatch, lambda number, explores: number in ((3, 4, 5, 7) if explores else (0, 1)))
     options = {"grpo.method": "ppo", "save_freq": 1, "grpo.eval_every": 1}
-    whole, lines = train(resolved(base, tmp_path / "whole", **options))
+    uninterrupted, lines = train(resolved(base, tmp_path / "whole", **options))
     train(resolved(base, tmp_path / "parts", **options, **{"grpo.iterations": 1}))
     resumed, lines_of_resumed = train(resolved(base, tmp_path / "parts", **options))
-    assert equal(whole, resumed) and lines == lines_of_resumed
+    assert equal(uninterrupted, resumed) and lines == lines_of_resumed
     assert [line["episodes_failed"] for line in lines[1:]] == [4, 4] and lines[2]["episodes"] == 24
     assert [(line["held_out_episodes"], line["held_out_errors"]) for line in lines] == [(2, 2)] * 3
     assert lines[1]["mixed_groups"] == 0.75 and lines[1]["return"] == pytest.approx(3 / 8)
