@@ -201,10 +201,8 @@ def test_relative_actions_use_statistics_of_each_robot(folder, tmp_path):
         saved = PreTrainedConfig.from_pretrained(tmp_path / name, cli_overrides=["--device=cpu"])
         pre, post = make_pre_post_processors(saved, pretrained_path=str(tmp_path / name))
         batch = {key: torch.from_numpy(chosen[key]) for key in ("action", "observation.state")}
-        shown = {f"{TOP}": torch.rand(len(places), 3, 8, 8)} | (
-            {WRIST: torch.rand(len(places), 3, 8, 8)} if number else {}
-        )
-        absolute = post(pre({**batch, **shown, "task": list(chosen["task"])})["action"])
+        images = {camera: torch.rand(len(places), 3, 8, 8) for camera in (TOP, WRIST)[: number + 1]}
+        absolute = post(pre({**batch, **images, "task": list(chosen["task"])})["action"])
         torch.testing.assert_close(absolute, batch["action"], rtol=1e-4, atol=1e-4)
 
 
@@ -297,6 +295,16 @@ def of_one_size(tmp_path_factory):
     return folder
 
 
+def assert_exports_predict(exported, policy_class):
+    """Load the policy of each robot with LeRobot alone, and predict a chunk."""
+    for name, state, action, cameras in (("arm", 6, 5, [TOP]), ("gantry", 4, 3, [TOP, WRIST])):
+        policy = policy_class.from_pretrained(str(exported / name))
+        pre, post = make_pre_post_processors(policy.config, pretrained_path=str(exported / name))
+        images = {camera: torch.rand(1, 3, 48, 64) for camera in cameras}
+        batch = pre({**images, "observation.state": torch.zeros(1, state), "task": ["go to the red bin"]})
+        assert post(policy.predict_action_chunk(batch)).shape == (1, policy.config.chunk_size, action)
+
+
 @pytest.mark.parametrize("kind", ["pi0", "smolvla"])
 def test_other_policy_types_train_and_export_per_robot(of_one_size, tmp_path, kind):
     tiny = KINDS[kind]
@@ -325,15 +333,7 @@ def test_other_policy_types_train_and_export_per_robot(of_one_size, tmp_path, ki
         export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir)
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert all(lines[-1]["loss_by_robot"][name] > 0 for name in ("arm", "gantry"))
-        for name, state, action, cameras in (("arm", 6, 5, [TOP]), ("gantry", 4, 3, [TOP, WRIST])):
-            where = str(tmp_path / "run" / "pretrained_model" / name)
-            policy = get_policy_class(kind).from_pretrained(where)
-            pre, post = make_pre_post_processors(policy.config, pretrained_path=where)
-            images = {camera: torch.rand(1, 3, 48, 64) for camera in cameras}
-            chunk = policy.predict_action_chunk(
-                pre({**images, "observation.state": torch.zeros(1, state), "task": ["go to the red bin"]})
-            )
-            assert post(chunk).shape == (1, policy.config.chunk_size, action)
+        assert_exports_predict(tmp_path / "run" / "pretrained_model", get_policy_class(kind))
 
 
 def test_notebook_cells_run_for_one_of_two_robots(folder, tmp_path, capsys):
@@ -568,14 +568,7 @@ def test_killed_run_exports_policy_for_each_robot(folder, ray_cluster, monkeypat
     exported = output / "pretrained_model"
     arm, gantry = exported / "arm", exported / "gantry"
     assert (arm / "model.safetensors").samefile(gantry / "model.safetensors")
-    for where, state, action, cameras in ((arm, 6, 5, [TOP]), (gantry, 4, 3, [TOP, WRIST])):
-        policy = TinyPI05Policy.from_pretrained(where)
-        pre, post = make_pre_post_processors(policy.config, pretrained_path=str(where))
-        images = {camera: torch.rand(1, 3, 60, 80) for camera in cameras}
-        chunk = post(
-            policy.predict_action_chunk(pre({**images, "observation.state": torch.zeros(1, state), "task": [""]}))
-        )
-        assert chunk.shape == (1, 6, action)
+    assert_exports_predict(exported, TinyPI05Policy)
     page = (output / "report.html").read_text()
     assert "loss_by_robot over steps" in page and "<h3>arm</h3>" in page
     assert "for the robot `arm`" in push.model_card(output, "me/both-arm", "arm")

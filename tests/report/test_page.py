@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.buckets import runs_bucket
-from tests.datasets import make_dataset
+from tests.datasets import edit_json, make_dataset
 from tests.loopback import Handler, serving
 from tests.pages import check_page
 from tests.report.test_numbers import errors_of
@@ -68,7 +68,10 @@ def finished(tmp_path_factory):
     write_json(run.job.output_dir / CONFIG_NAME, run.config.to_json())
     cluster = {"CPU": 32.0, "GPU": 4.0, "memory": 2**36, "node:10.0.0.1": 1, "accelerator_type:L4": 1}
     record_run(run.job, run.policy, describe(run), cluster, run.rows)
-    write_metrics(run.job.output_dir)
+    for step in range(LOG_FREQ, STEPS + 1, LOG_FREQ):
+        line = {"step": step, "lr": 1e-3 / step, "loss": 2 / step, "nonfinite_steps": 0, "samples": 8 * step}
+        line |= {"samples_per_s": 4.0, "step_s": 2.0, "data_wait_s": 0.5}
+        append_line(run.job.output_dir / "metrics.jsonl", json.dumps(line))
     write_json(run.job.output_dir / "evaluation.json", errors_of(ACTIONS))
     for n, step, world in (1, 0, 4), (2, 20, 4), (3, 40, 3):
         attempt = {"attempt": n, "resumed_from_step": step, "world_size": world}
@@ -76,14 +79,6 @@ def finished(tmp_path_factory):
     skipped = {"episode_index": 7, "frame_index": 3, "reason": HOSTILE}
     append_line(run.job.output_dir / "skipped.jsonl", json.dumps(skipped))
     return run.job.output_dir
-
-
-def write_metrics(folder):
-    for step in range(LOG_FREQ, STEPS + 1, LOG_FREQ):
-        line = {"step": step, "lr": 1e-3 / step, "loss": 2 / step, "nonfinite_steps": 0, "samples": 8 * step}
-        append_line(
-            folder / "metrics.jsonl", json.dumps(line | {"samples_per_s": 4.0, "step_s": 2.0, "data_wait_s": 0.5})
-        )
 
 
 @pytest.fixture
@@ -149,12 +144,11 @@ def test_page_states_missing_files(folder, tmp_path):
 
 
 def test_page_survives_nan_loss_partial_line_and_missing_dataset(folder):
-    path, facts = folder / "metrics.jsonl", json.loads((folder / "run.json").read_text())
+    path = folder / "metrics.jsonl"
     *lines, last = path.read_text().splitlines()
     last = json.dumps({**json.loads(last), "loss": float("nan")})
     path.write_text("\n".join([*lines, last, '{"step": 65, "lo']))
-    facts["datasets"] = [{"root": str(folder / "gone")}] * 6
-    write_json(folder / "run.json", facts)
+    edit_json(folder / "run.json", lambda facts: facts.update(datasets=[{"root": str(folder / "gone")}] * 6))
     page = read(folder, looks=None)
     assert "could not be looked at" in page.text and "no such folder" in page.text
     assert "2 more datasets are not shown" in page.text
