@@ -1,4 +1,4 @@
-"""What tests of several policies need."""
+"""Fixtures shared by the tests of policies."""
 
 import os
 

@@ -34,13 +34,13 @@ def pi0_config(cameras=2, **options):
 
 
 def smolvla_config(backbone, cameras=2, **options):
-    """Of the backbone that `tiny_backbones.smolvlm` writes; its images are resized."""
+    """Configure SmolVLA on the backbone that `tiny_backbones.smolvlm` writes, with resized images."""
     own = {"resize_imgs_with_padding": (32, 32), "num_vlm_layers": 4, **backbone}
     return _config(SmolVLAConfig, (40, 48), cameras, {**own, **options})
 
 
 def make_policy(kind, backbone=None, cameras=2, **options):
-    """All weights random: LeRobot starts some at zero or one, where a wrong gradient hides."""
+    """Randomise all weights: LeRobot starts some at zero or one, where a wrong gradient hides."""
     if kind == "pi05":
         return tiny.make_policy(cameras, **options)
     with torch.random.fork_rng(devices=[]), tiny_paligemma(modeling_pi0):
@@ -56,7 +56,7 @@ def make_policy(kind, backbone=None, cameras=2, **options):
 
 
 def make_batch(policy, *, missing=None, draws=1):
-    """ROWS rows with prompts and chunks of several lengths, without the camera `missing`; noise and time."""
+    """Make ROWS rows with prompts and chunks of several lengths, without the camera `missing`; noise and time."""
     config, generator = policy.config, torch.Generator().manual_seed(1)
     batch = {
         key: torch.rand((ROWS, *feature.shape), generator=generator)
@@ -80,7 +80,7 @@ def make_loss(policy, **options):
 
 
 def lerobots(policy, batch, noise, time, reduction="mean"):
-    """LeRobot's loss of a policy of equal weights, and the gradients of what trains."""
+    """Compute LeRobot's loss on equal weights, and the gradients of its trainable parameters."""
     theirs = reference(policy, noise, time)
     theirs.zero_grad()
     loss, _ = theirs.forward(dict(batch), reduction=reduction)
@@ -97,19 +97,19 @@ def to_float64(batch, noise, time):
     return batch, noise.double(), time.double()
 
 
-def relative_error(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
+def relative_error(actual, expected):
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
-def whole_error(found, expected):
-    """The relative error of all gradients as one vector."""
-    assert found.keys() == expected.keys()
-    return relative_error(*(torch.cat([side[name].flatten() for name in expected]) for side in (found, expected)))
+def joint_error(actual, expected):
+    """Return the relative error of all gradients as one vector."""
+    assert actual.keys() == expected.keys()
+    return relative_error(*(torch.cat([side[name].flatten() for name in expected]) for side in (actual, expected)))
 
 
-def assert_equal_gradients(found, expected, tolerance=1e-12):
+def assert_equal_gradients(actual, expected, tolerance=1e-12):
     """Compare each; those that are zero but for rounding, relative to the gradient of their layer's weights."""
-    assert found.keys() == expected.keys() and None not in found.values()
+    assert actual.keys() == expected.keys() and None not in actual.values()
     scales = {name: expected[name.replace(KEY_BIAS, "k_proj.weight")].norm() for name in expected}
-    errors = {name: ((found[name] - expected[name]).norm() / scales[name]).item() for name in expected}
+    errors = {name: ((actual[name] - expected[name]).norm() / scales[name]).item() for name in expected}
     assert max(errors.values()) <= tolerance, sorted(errors.items(), key=lambda item: -item[1])[:3]

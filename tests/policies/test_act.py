@@ -24,7 +24,7 @@ def test_mean_over_parts_of_step_equals_lerobot_over_whole(monkeypatch):
     config = act_config(state, 2, chunk_size=CHUNK, n_action_steps=CHUNK, latent_dim=4, dropout=0.0)
     torch.manual_seed(0)
     policy = ACTPolicy(config).double().train()
-    monkeypatch.setattr(torch, "randn_like", torch.zeros_like)  # its latent is drawn without regard to rows
+    monkeypatch.setattr(torch, "randn_like", torch.zeros_like)  # the latent is not drawn per row
     batch = {
         "observation.state": torch.randn(ROWS, 3).double(),
         "observation.environment_state": torch.randn(ROWS, 2).double(),
@@ -35,13 +35,12 @@ def test_mean_over_parts_of_step_equals_lerobot_over_whole(monkeypatch):
     loss = ACTLoss(policy, images=DeviceHalf(None, config))
     parts = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
     mean_count = torch.stack([loss.count(part) for part in parts]).double().mean()
-    found = [loss({**part, MEAN_COUNT: mean_count}) for part in parts]
-    torch.testing.assert_close(sum(found) / 2, expected)
-    assert (sum(loss(part) for part in parts) / 2 - expected).abs() > 1e-3  # without it they are not
+    actual = [loss({**part, MEAN_COUNT: mean_count}) for part in parts]
+    torch.testing.assert_close(sum(actual) / 2, expected)
+    assert (sum(loss(part) for part in parts) / 2 - expected).abs() > 1e-3  # differs without MEAN_COUNT
 
 
 def test_policy_metrics_do_not_replace_metrics_of_training_loop():
-    """A held-out loss would choose the best checkpoint."""
     loss = SimpleNamespace(metrics=DeviceMetrics(torch.device("cpu")), training=True)
     PolicyLoss.add_metrics(loss, {"eval_loss": 0.1, "loss": 2.0, "l1_loss": torch.tensor([3.0]), "text": "x"})
     line, _ = loss.metrics.gather({"waited_s": 0.0})

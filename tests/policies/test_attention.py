@@ -1,4 +1,4 @@
-"""Kernels that are wrong in the ways that kernels have been, and that they are not used."""
+"""Detection and replacement of faulty attention kernels, with faults seen in real kernels."""
 
 import logging
 
@@ -28,17 +28,16 @@ def loss():
     return PI05Loss(policy, attention="sdpa")
 
 
-def chosen(loss, dtype=torch.float32, asked="sdpa"):
-    return choose_kernel(asked, loss.attentions(2, [20, 60]), CPU, dtype)
+def chosen(loss, dtype=torch.float32, requested="sdpa"):
+    return choose_kernel(requested, loss.attentions(2, [20, 60]), CPU, dtype)
 
 
 def by_flash():
-    """Whether it is what would compute: not when another kernel is asked for."""
     return torch.backends.cuda.flash_sdp_enabled()
 
 
 class InBackward(torch.autograd.Function):
-    """The identity, with something done to its gradient."""
+    """Apply the identity and change its gradient."""
 
     @staticmethod
     def forward(context, tensor, change):
@@ -51,24 +50,24 @@ class InBackward(torch.autograd.Function):
 
 
 def wrong_at_one_query(query, key, value, bias, scale):
-    one = torch.arange(query.shape[2]) == 5
-    return FUSED(query, key, value, bias, scale=scale) * torch.where(one, 1.5, 1.0)[:, None]
+    at_query = torch.arange(query.shape[2]) == 5
+    return FUSED(query, key, value, bias, scale=scale) * torch.where(at_query, 1.5, 1.0)[:, None]
 
 
 def not_a_number_in_the_result(query, key, value, bias, scale):
-    one = torch.arange(query.shape[2]) == 1
-    return FUSED(query, key, value, bias, scale=scale) * torch.where(one, torch.nan, 1.0)[:, None]
+    at_query = torch.arange(query.shape[2]) == 1
+    return FUSED(query, key, value, bias, scale=scale) * torch.where(at_query, torch.nan, 1.0)[:, None]
 
 
 def not_a_number_below_the_smallest_exponential(query, key, value, bias, scale):
-    """What cuDNN does: the gradient of queries, only where all of a query's scores are far below zero."""
+    """Return NaN gradients of queries whose scores are all far below zero, as cuDNN does."""
     low = (query @ key.transpose(2, 3) * scale + bias).logsumexp(dim=-1) < -88.7
     query = InBackward.apply(query, lambda gradient: gradient.masked_fill(low[..., None], torch.nan))
     return FUSED(query, key, value, bias, scale=scale)
 
 
 def wrong_gradient_of_the_padding(query, key, value, bias, scale):
-    """As if backward had no mask: what is padded gets a gradient."""
+    """Ignore the mask in backward, so that padding gets a gradient."""
     padded = (bias < 0).transpose(2, 3)
     key = InBackward.apply(key, lambda gradient: gradient + 0.1 * gradient.std() * padded)
     return FUSED(query, key, value, bias, scale=scale)
@@ -88,26 +87,26 @@ WRONG = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_correct_attention_kernel_is_chosen(loss, dtype, caplog):
-    found = chosen(loss, dtype)
-    assert (found.kernel, found.refused, caplog.records) == ("sdpa", [], [])
+    actual = chosen(loss, dtype)
+    assert (actual.kernel, actual.refused, caplog.records) == ("sdpa", [], [])
     shapes = ["prefix 28 x 28", "suffix 6 x 34", "prefix 68 x 68", "suffix 6 x 74"]
-    assert found.backends == dict.fromkeys(shapes, "FLASH_ATTENTION")
+    assert actual.backends == dict.fromkeys(shapes, "FLASH_ATTENTION")
 
 
 @pytest.mark.parametrize(
-    "what, wrong, dtype",
-    [(what, kernel, torch.float32) for what, kernels in WRONG.items() for kernel in kernels]
+    "part, wrong, dtype",
+    [(part, kernel, torch.float32) for part, kernels in WRONG.items() for kernel in kernels]
     + [("gradient of the keys", wrong_gradient_of_the_padding, torch.bfloat16)],
 )
-def test_faulty_attention_kernel_is_replaced(loss, monkeypatch, caplog, dtype, what, wrong):
+def test_faulty_attention_kernel_is_replaced(loss, monkeypatch, caplog, dtype, part, wrong):
     def fused(query, key, value, bias, scale):
         return (wrong if by_flash() else FUSED)(query, key, value, bias, scale=scale)
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", fused)
-    found = chosen(loss, dtype)
-    assert found.kernel == "math"
-    (reason,) = found.refused
-    assert reason.startswith(f"FLASH_ATTENTION computes a wrong {what} at prefix 28 x 28 ({dtype}")
+    actual = chosen(loss, dtype)
+    assert actual.kernel == "math"
+    (reason,) = actual.refused
+    assert reason.startswith(f"FLASH_ATTENTION computes a wrong {part} at prefix 28 x 28 ({dtype}")
     assert [record.getMessage() for record in caplog.records] == [
         f"attention: {reason}; the run uses 'math' in its place"
     ]
@@ -119,8 +118,8 @@ def test_kernel_faulty_at_one_shape_is_not_used_at_any(loss, monkeypatch):
         return (wrong_gradient_of_the_values if wrong else FUSED)(query, key, value, bias, scale=scale)
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", fused)
-    found = chosen(loss)
-    assert found.kernel == "math" and "at suffix 6 x 74" in found.refused[0]
+    actual = chosen(loss)
+    assert actual.kernel == "math" and "at suffix 6 x 74" in actual.refused[0]
 
 
 def test_eager_attention_is_used_if_all_kernels_are_faulty(loss, monkeypatch, caplog):
@@ -128,9 +127,9 @@ def test_eager_attention_is_used_if_all_kernels_are_faulty(loss, monkeypatch, ca
         attention.F, "scaled_dot_product_attention", lambda *a, scale: wrong_gradient_of_the_values(*a, scale=scale)
     )
     with caplog.at_level(logging.WARNING):
-        found = chosen(loss)
-    assert found.kernel == "eager" and set(found.backends.values()) == {"eager"}
-    assert [reason.split()[0] for reason in found.refused] == ["FLASH_ATTENTION", "MATH"] and len(caplog.records) == 2
+        actual = chosen(loss)
+    assert actual.kernel == "eager" and set(actual.backends.values()) == {"eager"}
+    assert [reason.split()[0] for reason in actual.refused] == ["FLASH_ATTENTION", "MATH"] and len(caplog.records) == 2
 
 
 def test_kernel_check_skips_gradients_of_frozen_layers(monkeypatch):
@@ -138,15 +137,15 @@ def test_kernel_check_skips_gradients_of_frozen_layers(monkeypatch):
     choose_trainable(policy, "expert")
     backward = {shape.name: shape.backward for _, shape in PI05Loss(policy).attentions(2, [20])}
     assert backward == {"prefix": False, "suffix": True}
-    seen = []
+    computed = []
 
     def fused(query, key, value, bias, scale):
-        seen.append((key.shape[2], key.requires_grad))
+        computed.append((key.shape[2], key.requires_grad))
         return FUSED(query, key, value, bias, scale=scale)
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", fused)
     assert chosen(PI05Loss(policy)).kernel == "sdpa"
-    assert set(seen) == {(28, False), (34, True), (68, False), (74, True)}
+    assert set(computed) == {(28, False), (34, True), (68, False), (74, True)}
 
 
 def test_out_of_memory_in_kernel_check_is_raised(loss, monkeypatch):
@@ -160,7 +159,7 @@ def test_out_of_memory_in_kernel_check_is_raised(loss, monkeypatch):
 
 def test_eager_attention_is_not_checked(loss, monkeypatch):
     monkeypatch.setattr(attention, "_compute", lambda *_: pytest.fail("it was computed"))
-    assert chosen(loss, asked="eager").kernel == "eager"
+    assert chosen(loss, requested="eager").kernel == "eager"
 
 
 @pytest.mark.parametrize("compiler", [None, Compiler("eager")])
@@ -169,7 +168,7 @@ def test_loss_uses_chosen_kernel(loss, monkeypatch, compiler):
     used = []
 
     def fused(*args, **options):
-        if len(args) > 3:  # the vision tower has no mask, and its own choice
+        if len(args) > 3:  # not the vision tower, which has no mask
             used.append(by_flash())
         return FUSED(*args, **options)
 

@@ -22,12 +22,12 @@ ROWS, HEIGHT, WIDTH = 6, 40, 56
 
 
 def images(rows=ROWS, seed=0):
-    """Smooth, with edges in it, and not square."""
+    """Make smooth images with edges, not square."""
     generator = torch.Generator().manual_seed(seed)
     small = torch.rand(rows, 3, 5, 7, generator=generator)
-    made = F.interpolate(small, (HEIGHT, WIDTH), mode="bilinear")
-    made[:, :, 10:20, 15:40] = torch.rand(rows, 3, 1, 1, generator=generator)
-    return made
+    smooth = F.interpolate(small, (HEIGHT, WIDTH), mode="bilinear")
+    smooth[:, :, 10:20, 15:40] = torch.rand(rows, 3, 1, 1, generator=generator)
+    return smooth
 
 
 def augmentation(policy, name="none", enable=True, **transforms):
@@ -36,10 +36,10 @@ def augmentation(policy, name="none", enable=True, **transforms):
 
 
 def test_uniform_draws_are_splitmix64():
-    """Its outputs for a published seed; and a row's numbers, whatever else is in the batch, on whatever device."""
+    """Compare outputs for a published seed; a row's numbers do not depend on its batch."""
     state = [augment._to_int64(1234567 + n * augment._GOLDEN) for n in (1, 2, 3)]
-    found = [value % 2**64 for value in augment._splitmix64(torch.tensor(state)).tolist()]
-    assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    actual = [value % 2**64 for value in augment._splitmix64(torch.tensor(state)).tolist()]
+    assert actual == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     position = torch.tensor([7, 2**40, 0, 3])
     numbers = draw_uniform(11, position, 2)
     assert torch.equal(draw_uniform(11, position[[2, 0]], 2), numbers[[2, 0]])
@@ -49,7 +49,7 @@ def test_uniform_draws_are_splitmix64():
     many = draw_uniform(0, torch.arange(2000), 0).double()
     assert many.min() >= 0 and many.max() < 1
     assert many.mean().item() == pytest.approx(0.5, abs=0.003) and many.var().item() == pytest.approx(1 / 12, abs=0.001)
-    # Neighbours, in rows and in numbers, have nothing to do with each other.
+    # Neighbouring rows and numbers are uncorrelated.
     for a, b in ((many[1:], many[:-1]), (many[:, 1:], many[:, :-1])):
         assert abs(np.corrcoef(a.flatten(), b.flatten())[0, 1]) < 0.01
 
@@ -95,20 +95,20 @@ def test_transform_equals_lerobot_on_same_parameters(name):
     transform = make_transform_from_config(ImageTransformConfig(type=kind, kwargs=kwargs))
     step = augment._lerobot_transform("here", transform)
     before, numbers = images(), draw_uniform(3, torch.arange(ROWS), 0)[:, : step.draws]
-    found = step(before, numbers)
+    actual = step(before, numbers)
     values = [low + (high - low) * numbers[:, i].double() for i, (low, high) in enumerate(step.ranges)]
     expected = torch.stack(
         [transform.transform(before[row], params_of([v[row].item() for v in values])) for row in range(ROWS)]
     )
-    apart = (found - expected).abs().amax(dim=1)
+    error = (actual - expected).abs().amax(dim=1)
     # Where a coordinate falls between two pixels, the nearest is either.
-    odd = (apart > 2e-4).float().mean().item()
-    assert odd <= (0.002 if name == "affine" else 0), apart.max()
-    assert (found - before).abs().mean() > 0.005
+    deviating = (error > 2e-4).float().mean().item()
+    assert deviating <= (0.002 if name == "affine" else 0), error.max()
+    assert (actual - before).abs().mean() > 0.005
 
 
 def openpis(image, top, left, degrees, brightness, contrast, saturation, wrist):
-    """openpi's `preprocess_observation_pytorch` in training, as its formulas read, for one image (3, H, W)."""
+    """Apply the formulas of openpi's `preprocess_observation_pytorch` in training to one image (3, H, W)."""
     image = image[None]
     if not wrist:
         height, width = int(HEIGHT * 0.95), int(WIDTH * 0.95)
@@ -130,27 +130,27 @@ def test_openpi_augmentation_equals_openpi_formula(wrist):
     step, before = openpi_step(wrist), images()
     numbers = draw_uniform(5, torch.arange(ROWS), 1)[:, : step.draws]
     if not wrist:
-        numbers[0, 2], numbers[1, :2] = 0.505, 0.9999999  # a turn too small to be done; the last place
-    found = step(before, numbers)
+        numbers[0, 2], numbers[1, :2] = 0.505, 0.9999999  # rotation below the threshold; largest crop offset
+    actual = step(before, numbers)
     for row in range(ROWS):
         top, left, turn = (0, 0, 0) if wrist else numbers[row, :3].tolist()
         places = [int(share * (size - int(size * 0.95) + 1)) for share, size in ((top, HEIGHT), (left, WIDTH))]
         colors = [low + (high - low) * u for (low, high), u in zip(FACTORS, numbers[row, -3:].tolist(), strict=True)]
         expected = openpis(before[row], *places, -5 + 10 * turn, *colors, wrist)
-        torch.testing.assert_close(found[row], expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(actual[row], expected, rtol=0, atol=2e-5)
 
 
 FACTORS = ((0.7, 1.3), (0.6, 1.4), (0.5, 1.5))
 
 
 def test_transform_subset_frequencies_follow_weights():
-    """Pairs come as often as `torch.multinomial` without replacement would give them; in order, or as drawn."""
+    """Compare the frequency of pairs with `torch.multinomial` without replacement."""
     digits = [Uniform(lambda x, digit=digit: 10 * x + digit, []) for digit in (1, 2, 3)]
     weights, rows = [1.0, 2.0, 5.0], 20_000
     numbers = draw_uniform(1, torch.arange(rows), 0)[:, :3]
     nothing = torch.zeros(rows, 1, 1, 1)
     for shuffled in (False, True):
-        found = Subset(digits, weights, 2, shuffled)(nothing, numbers).flatten().int().tolist()
+        actual = Subset(digits, weights, 2, shuffled)(nothing, numbers).flatten().int().tolist()
         for first in range(3):
             for second in range(3):
                 if first == second:
@@ -159,24 +159,23 @@ def test_transform_subset_frequencies_follow_weights():
                 if not shuffled:
                     chance += weights[second] / 8 * weights[first] / (8 - weights[second])
                     chance *= first < second
-                share = found.count(10 * (first + 1) + second + 1) / rows
+                share = actual.count(10 * (first + 1) + second + 1) / rows
                 assert share == pytest.approx(chance, abs=0.01)
     assert set(Subset(digits, weights, 3, False)(nothing, numbers).flatten().tolist()) == {123}
 
 
 def test_augmented_rows_are_independent_of_their_batch():
-    """A row's frames do not depend on the batch, nor those of a window on each other."""
     policy = make_config(2)
     augmented = augmentation(policy)
     before, position = images(), torch.arange(100, 100 + ROWS)
     key, other = policy.image_features
-    found = augmented(key, before, position)
-    assert found.shape == before.shape and (found != before).flatten(1).any(dim=1).all()
-    assert torch.equal(augmented(key, before[[3, 1]], position[[3, 1]]), found[[3, 1]])
-    assert not torch.equal(augmented(other, before, position), found)
-    assert not torch.equal(augmented(key, before, position + 1), found)
+    actual = augmented(key, before, position)
+    assert actual.shape == before.shape and (actual != before).flatten(1).any(dim=1).all()
+    assert torch.equal(augmented(key, before[[3, 1]], position[[3, 1]]), actual[[3, 1]])
+    assert not torch.equal(augmented(other, before, position), actual)
+    assert not torch.equal(augmented(key, before, position + 1), actual)
     windowed = augmented(key, torch.stack([before, before], dim=1), position)
-    assert torch.equal(windowed[:, 0], found) and torch.equal(windowed[:, 1], found)
+    assert torch.equal(windowed[:, 0], actual) and torch.equal(windowed[:, 1], actual)
 
 
 def test_augmentation_applies_only_in_training():
@@ -210,8 +209,8 @@ def test_unsupported_transforms_are_refused(transforms, message):
 
 def test_augmentation_flags_have_lerobot_names():
     tfs = {"dark": {"weight": 2.0, "type": "ColorJitter", "kwargs": {"brightness": [0.1, 0.2]}}}
-    given = {"enable": "true", "max_num_transforms": "2", "random_order": "true", "tfs": json.dumps(tfs)}
-    flags = [f"--dataset.image_transforms.{name}={value}" for name, value in given.items()]
+    option_values = {"enable": "true", "max_num_transforms": "2", "random_order": "true", "tfs": json.dumps(tfs)}
+    flags = [f"--dataset.image_transforms.{name}={value}" for name, value in option_values.items()]
     options = parse_args(["--preset=demo", *flags]).dataset.image_transforms
     assert vars(options) == {"enable": True, "max_num_transforms": 2, "random_order": True, "tfs": tfs}
     with pytest.raises(ValueError, match="give one of them"):

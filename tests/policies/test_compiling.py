@@ -29,7 +29,7 @@ def _fresh():
 
 
 class Counting:
-    """A backend that runs the graphs that Dynamo captures as they are, and counts them."""
+    """Run the graphs that Dynamo captures unchanged, and count them."""
 
     graphs = 0
 
@@ -44,15 +44,15 @@ def train(policy, module, steps, accum=1, autocast=None, first=0):
     )
     losses = []
     for step in range(first, first + steps):
-        made = [make_batch(policy, seed=step * accum + micro) for micro in range(accum)]
+        inputs = [make_batch(policy, seed=step * accum + micro) for micro in range(accum)]
         result = train_step(
             module,
             optimizer,
-            iter([batch for batch, _, _ in made]),
+            iter([batch for batch, _, _ in inputs]),
             step=step,
             grad_accum=accum,
             mean_over=accum,
-            draws=lambda micro, made=made: made[micro][1:],
+            draws=lambda micro, inputs=inputs: inputs[micro][1:],
             autocast=autocast,
             device=CPU,
         )
@@ -61,18 +61,18 @@ def train(policy, module, steps, accum=1, autocast=None, first=0):
 
 
 def test_layers_compile_once_with_losses_of_eager():
-    """AOTAutograd's graphs, forward and backward, run by PyTorch: all of compiling but the code generator."""
+    """Run the graphs of AOTAutograd by PyTorch: all of compiling but the code generator."""
     policy = make_policy(2)
     choose_trainable(policy, "full")
     plain = copy.deepcopy(policy)
     options = {"attention": "sdpa", "checkpointing": True}
     module, reference = PI05Loss(policy, **options, compile=Compiler("aot_eager")), PI05Loss(plain, **options)
-    found = train(policy, module, 1)
-    # From now on nothing may compile: other noise, other weights.
+    actual = train(policy, module, 1)
+    # Other noise and weights must not recompile.
     with torch.compiler.set_stance("fail_on_recompile"):
-        found += train(policy, module, 1, first=1)
+        actual += train(policy, module, 1, first=1)
     expected = train(plain, reference, 1) + train(plain, reference, 1, first=1)
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 def test_layers_of_same_kind_share_one_graph():
@@ -84,7 +84,7 @@ def test_layers_of_same_kind_share_one_graph():
     assert backend.graphs == 4  # vision, language and action layers (2, 2 and 3 of them); the last keys and values
     frames = torch._dynamo.utils.counters["frames"]["total"]
     train(policy, module, 1, accum=2, first=1)
-    assert list(module.state_dict()) == list(PI05Loss(policy).state_dict())  # names in checkpoints stay
+    assert list(module.state_dict()) == list(PI05Loss(policy).state_dict())  # checkpoint names are unchanged
     assert backend.graphs == 4 and torch._dynamo.utils.counters["frames"]["total"] == frames
 
 
@@ -93,11 +93,11 @@ def test_compiled_layers_under_autocast_and_ddp_equal_eager(process_group):
     choose_trainable(policy, "expert")
     plain = copy.deepcopy(policy)
     backend = Counting()
-    # Of buckets as small as a layer, at whose ends Dynamo would cut.
+    # Buckets as small as a layer, at whose ends Dynamo would break the graph.
     module = DistributedDataParallel(PI05Loss(policy, attention="sdpa", compile=Compiler(backend)), bucket_cap_mb=0.02)
     reference = DistributedDataParallel(PI05Loss(plain, attention="sdpa"))
-    found = train(policy, module, 2, accum=2, autocast=torch.bfloat16)
-    assert found == pytest.approx(train(plain, reference, 2, accum=2, autocast=torch.bfloat16), rel=1e-4)
+    actual = train(policy, module, 2, accum=2, autocast=torch.bfloat16)
+    assert actual == pytest.approx(train(plain, reference, 2, accum=2, autocast=torch.bfloat16), rel=1e-4)
     assert backend.graphs == 4
 
 
@@ -130,9 +130,9 @@ def test_compiling_requires_triton_and_recent_gpu(monkeypatch):
 
 @pytest.mark.slow
 def test_inductor_losses_equal_eager():
-    """With the compiler of C++ that PyTorch's code generator calls on a CPU: a minute or two."""
+    """Compile with Inductor's C++ compiler: a minute or two."""
     policy = make_policy(2)
     choose_trainable(policy, "full")
     plain = copy.deepcopy(policy)
-    found = train(policy, PI05Loss(policy, attention="sdpa", compile=Compiler()), 3)
-    assert found == pytest.approx(train(plain, PI05Loss(plain, attention="sdpa"), 3), rel=1e-4)
+    actual = train(policy, PI05Loss(policy, attention="sdpa", compile=Compiler()), 3)
+    assert actual == pytest.approx(train(plain, PI05Loss(plain, attention="sdpa"), 3), rel=1e-4)

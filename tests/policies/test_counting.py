@@ -90,6 +90,6 @@ def test_flops_and_tokens_of_real_smolvla(tmp_path):
 
 def test_flops_of_all_prompt_lengths_follow_from_three():
     config, prompts = make_config(1, depth=2), (4, 9, 33, 50)
-    found = flops_by_prompt(config, 1, "full", 2, prompts)
-    assert found[9] == flops_per_sample(config, 1, "full", 2, 9) and list(found) == list(prompts)
-    assert flops_by_prompt(config, 1, "full", 2, (9,)) == {9: found[9]}
+    actual = flops_by_prompt(config, 1, "full", 2, prompts)
+    assert actual[9] == flops_per_sample(config, 1, "full", 2, 9) and list(actual) == list(prompts)
+    assert flops_by_prompt(config, 1, "full", 2, (9,)) == {9: actual[9]}

@@ -1,4 +1,4 @@
-"""What a new family takes: a class and a line of the registry; everybody else asks that line."""
+"""The registry of policy families: types trained, types refused, and a planted family."""
 
 import re
 from pathlib import Path
@@ -24,13 +24,10 @@ from vla_finetuning.policies.registry import FAMILIES, family_of, types_that
 from vla_finetuning.training.model import build_model
 
 
-def test_derived_type_belongs_to_family_of_its_base():
+def test_family_of_derived_and_unregistered_types(monkeypatch):
     assert make_config().type == "tiny_pi05" and family_of(make_config()) is FAMILIES["pi05"]
     assert family_of(make_config()).tokenizer_name(make_config()) is None  # its processors are its own
     assert family_of(ACTConfig()) is FAMILIES["act"]
-
-
-def test_unregistered_type_gets_default_family(monkeypatch):
     monkeypatch.delitem(FAMILIES, "vqbet", raising=False)
     family = family_of(VQBeTConfig())
     assert type(family) is Family and family.type == "vqbet" and not family.as_lerobot
@@ -92,7 +89,6 @@ def test_only_config_is_read_or_downloaded_of_refused_type(dataset, tmp_path, mo
 
 
 def test_fastwam_without_base_weights_is_refused_with_flag(dataset):
-    """LeRobot sets a base of FastWAM's own sizes where none is given."""
     argv = [f"--dataset.root={dataset}", "--policy.type=fastwam", f"--output_dir={dataset.parent / 'out'}"]
     with pytest.raises(ValueError, match="^--policy.type=fastwam: .* the weights of lerobot/fastwam_base: give them"):
         resolve(parse_args(argv), gpus_found=0)
@@ -104,8 +100,6 @@ class Doubled(PolicyLoss):
 
 
 class Planted(Family):
-    """ACT as if it had been looked into."""
-
     modes = {"heads": {"head"}, "expert": {"head"}, "full": {"head", "rest"}}
     train_options = frozenset({"mask_padding"})
     ignored_options = {"use_vae": "--train.vae"}
@@ -133,35 +127,35 @@ def flags(root, *more):
     return [*own, *(f"--policy.{name}={value}" for name, value in act.items()), "--scaling.use_gpu=false", *more]
 
 
-ASKED = ("--train.mode=heads", "--train.mask_padding=true", "--dataset.on_error=skip", "--steps=2")
+OPTIONS = ("--train.mode=heads", "--train.mask_padding=true", "--dataset.on_error=skip", "--steps=2")
 
 
 def test_registered_family_suffices_for_run(dataset, monkeypatch):
-    for asked in ASKED[:3]:
-        full = () if asked.startswith("--train.mode") else ("--train.mode=full",)
-        with pytest.raises(ValueError, match=f"pi05.*act|act.*{asked.partition('=')[0]}"):
-            resolve(parse_args(flags(dataset, asked, "--steps=2", *full)), 0)
+    for flag in OPTIONS[:3]:
+        full = () if flag.startswith("--train.mode") else ("--train.mode=full",)
+        with pytest.raises(ValueError, match=f"pi05.*act|act.*{flag.partition('=')[0]}"):
+            resolve(parse_args(flags(dataset, flag, "--steps=2", *full)), 0)
     monkeypatch.setitem(FAMILIES, "act", Planted("act", as_lerobot=True))
-    run = resolve(parse_args(flags(dataset, *ASKED)), 0)
+    run = resolve(parse_args(flags(dataset, *OPTIONS)), 0)
     loss, _ = build_model(run.policy, torch.device("cpu"))
     assert isinstance(loss, Doubled)
     trained = {name for name, parameter in loss.policy.named_parameters() if parameter.requires_grad}
     assert trained == {"model.action_head.weight", "model.action_head.bias"}
-    assert not any("vae_encoder" in name for name, _ in loss.policy.named_parameters())  # left off
+    assert not any("vae_encoder" in name for name, _ in loss.policy.named_parameters())  # removed as unused
     with pytest.raises(ValueError, match="use_vae has no effect on a 'act' here; use --train.vae"):
-        resolve(parse_args(flags(dataset, *ASKED, "--policy.use_vae=true")), 0)
+        resolve(parse_args(flags(dataset, *OPTIONS, "--policy.use_vae=true")), 0)
     assert {"pi05", "act", "pi0"} <= set(types_that(lambda family: family.row_losses).split(", "))
 
 
 def test_precision_help_lists_types_trained_in_float32():
-    (said,) = [one.help for one in options_of(Config) if one.path == "train.precision"]
-    assert {name for name in FAMILIES if re.search(rf"\b{name}\b", said)} == {
+    (help_text,) = [option.help for option in options_of(Config) if option.path == "train.precision"]
+    assert {name for name in FAMILIES if re.search(rf"\b{name}\b", help_text)} == {
         name for name, family in FAMILIES.items() if family.in_float32
     }
 
 
 def test_fsdp2_units_exclude_modules_with_shared_parameters():
-    """An embedding of words that is tied to the head: FSDP2 would shard each for itself, as two parameters."""
+    """Tie a word embedding to its head: FSDP2 would shard them as two parameters."""
     model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False), "mlp": nn.Linear(3, 3)})
     assert PolicyLoss._training_modules(model, "embed|mlp") == [model["embed"], model["mlp"]]
     model["head"].weight = model["embed"].weight

@@ -8,12 +8,12 @@ from tests.policies.flow_policies import (
     ROWS,
     assert_equal_gradients,
     gradients,
+    joint_error,
     lerobots,
     make_batch,
     make_loss,
     make_policy,
     to_float64,
-    whole_error,
 )
 from vla_finetuning.columns import ACTION_DIMS, IS_PRESENT
 from vla_finetuning.policies.attention import Shape, find_fault
@@ -76,7 +76,7 @@ def test_float32_loss_without_unused_parameters_equals_lerobot(backbone, kind, m
     loss.backward()
     assert loss.shape == () and loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert whole_error(gradients(policy), wanted) <= 2e-6
+    assert joint_error(gradients(policy), wanted) <= 2e-6
     assert "compile" not in of_loss or of_loss["compile"].calls
 
 
@@ -89,7 +89,7 @@ def test_loss_of_several_draws_is_mean_of_lerobot_losses(backbone, kind, in_floa
     loss = make_loss(policy)(batch, noise, time)
     loss.backward()
     assert loss.item() == pytest.approx(sum(expected.item() for expected, _ in each) / draws, rel=1e-13)
-    wanted = {name: sum(found[name] for _, found in each) / draws for name in each[0][1]}
+    wanted = {name: sum(actual[name] for _, actual in each) / draws for name in each[0][1]}
     assert_equal_gradients(gradients(policy), wanted)
 
 
@@ -135,12 +135,12 @@ def test_masked_camera_equals_absent_camera(backbone, kind, options):
     image = (batch[camera] * present[:, None, None, None]).requires_grad_()
     masked = {**batch, camera: image, camera + IS_PRESENT: present}
     with torch.no_grad():
-        whole = loss(batch, noise, time, per_row=True)
+        complete = loss(batch, noise, time, per_row=True)
         without = loss({key: value for key, value in batch.items() if key != camera}, noise, time, per_row=True)
     torch.testing.assert_close(
-        loss(masked, noise, time, per_row=True), torch.where(present, whole, without), rtol=2e-5, atol=2e-6
+        loss(masked, noise, time, per_row=True), torch.where(present, complete, without), rtol=2e-5, atol=2e-6
     )
-    assert (whole - without).abs().min() > 1e-4
+    assert (complete - without).abs().min() > 1e-4
     policy.requires_grad_(True)
     make_loss(policy)(masked, noise, time).backward()
     assert (image.grad.abs().sum(dim=(1, 2, 3)) > 0).tolist() == present.tolist()
@@ -152,8 +152,8 @@ def test_row_loss_covers_only_action_dimensions_of_its_robot(backbone, kind):
     batch, noise, time = make_batch(policy)
     loss, outputs = make_loss(policy), policy.config.output_features
     mixed = {**batch, ACTION_DIMS: torch.arange(3) < torch.arange(ROWS, 0, -1)[:, None]}
-    own = loss(mixed, noise, time, per_row=True)
+    mixed_losses = loss(mixed, noise, time, per_row=True)
     for row, width in enumerate((3, 2, 1)):
         outputs["action"] = type(outputs["action"])(outputs["action"].type, (width,))
         alone = loss(batch, noise, time, per_row=True)
-        torch.testing.assert_close(own[row], alone[row], rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(mixed_losses[row], alone[row], rtol=2e-5, atol=2e-6)

@@ -1,4 +1,4 @@
-"""Knowledge insulation against one plain forward a part, of LeRobot's own modules."""
+"""Knowledge insulation against one plain forward per part of LeRobot's own modules."""
 
 import copy
 import json
@@ -55,7 +55,7 @@ def policy():
 
 
 def make_tokens(policy, rows=4):
-    """Rows with 1, 4, 7, ... action tokens, the last of which is that of the end."""
+    """Make rows with 1, 4, 7, ... action tokens, each ended by the end token."""
     columns = token_columns(policy.config)
     tokens = torch.randint(0, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(1))
     counts = torch.arange(rows) * 3 + 1
@@ -64,7 +64,7 @@ def make_tokens(policy, rows=4):
 
 
 def make_text(policy, rows=4):
-    """Rows with 0, 5, 10, ... tokens of text, the last of which is that of the end, after that of the beginning."""
+    """Make rows with 0, 5, 10, ... text tokens, between the tokens of beginning and end."""
     shape = rows, TEXT_COLUMNS + 1
     tokens = torch.randint(0, policy.config.vocab_size, shape, generator=torch.Generator().manual_seed(2))
     return {TEXT: tokens, TEXT_MASK: torch.arange(TEXT_COLUMNS)[None] < torch.arange(rows)[:, None] * 5}
@@ -78,7 +78,7 @@ def make_inputs(policy, text=NO_TEXT, **options):
 
 
 def with_indices(batch):
-    """The batch as the training worker's host would have it for its masks."""
+    """Add the mask indices that the host of a training worker computes."""
     columns = family_of_tests().micro_batch({key: value.numpy() for key, value in batch.items()})
     return batch | {key: torch.from_numpy(value) for key, value in columns.items() if key.endswith(INDICES)}
 
@@ -95,7 +95,7 @@ def make_loss(policy, text=None, **options):
 
 
 def plain_token_losses(policy, batch):
-    """The whole sequence through LeRobot's language model, with a mask of all pairs: losses (B, F)."""
+    """Run the full sequence through LeRobot's language model with a mask of all pairs: losses (B, F)."""
     last = policy.config.vocab_size - 1
     hidden = plain_hidden(policy, batch, last - F.pad(batch[TOKENS], (1, 0), value=VOCABULARY + 1)[:, :-1])
     logits = hidden @ policy.model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight.T
@@ -104,7 +104,7 @@ def plain_token_losses(policy, batch):
 
 
 def plain_text_losses(policy, batch):
-    """As `plain_token_losses`, of text: (B, S)."""
+    """Compute text losses (B, S) as `plain_token_losses` does."""
     hidden = plain_hidden(policy, batch, batch[TEXT][:, :-1])
     logits = hidden @ policy.model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight.T
     return F.cross_entropy(logits.transpose(1, 2), batch[TEXT][:, 1:], reduction="none")
@@ -119,7 +119,7 @@ def plain_cross_entropy(policy, batch):
 
 
 def plain_hidden(policy, batch, inputs):
-    """What LeRobot's language model makes of words after the prefix, each of which sees those before it."""
+    """Compute LeRobot's hidden states of words after the prefix, with causal attention among them."""
     core = policy.model
     images, image_masks = policy._preprocess_images(batch)
     words, counts = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
@@ -143,12 +143,12 @@ def gradients(policy):
 
 
 def check_gradients(policy, plain, flow, within):
-    """The expert's are those of the flow alone, the backbone's those of the tokens alone."""
-    found, of_tokens, of_flow = gradients(policy), gradients(plain), gradients(flow)
+    """Expect expert gradients of the flow alone and backbone gradients of the tokens alone."""
+    actual, of_tokens, of_flow = gradients(policy), gradients(plain), gradients(flow)
     experts = {name for name in of_flow if any(part in name for part in EXPERT)}
     backbone = of_tokens.keys() - {name for name in of_tokens if "lm_head" in name}
-    assert found.keys() == experts | backbone and experts and backbone
-    for name, gradient in found.items():
+    assert actual.keys() == experts | backbone and experts and backbone
+    for name, gradient in actual.items():
         wanted = (of_flow if name in experts else of_tokens)[name]
         # A vector added to all keys changes no attention: the true gradient of that bias is zero.
         scale = policy.get_parameter(name.replace("k_proj.bias", "k_proj.weight")).grad.norm()
@@ -196,31 +196,31 @@ def test_insulated_adapter_gradients_equal_separate_forwards(policy, in_float64)
 @torch.no_grad()
 def test_generated_text_equals_generation_without_kv_cache(policy, in_float64):
     batch, _, _ = make_inputs(policy)
-    begin, most = 3, 6
+    begin, max_tokens = 3, 6
     embedding = policy.model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight
     expected = torch.full((4, 1), begin)
-    for _ in range(most):
+    for _ in range(max_tokens):
         hidden = plain_hidden(policy, batch, expected)[:, -1]
         expected = torch.cat([expected, (hidden @ embedding.T).argmax(dim=-1, keepdim=True)], dim=1)
     expected = expected[:, 1:]
     loss = PI05Loss(policy)
-    assert torch.equal(loss.write(batch, begin, -1, most), expected)
+    assert torch.equal(loss.write(batch, begin, -1, max_tokens), expected)
     end = int(expected[1, 2])
     ended = (expected == end).cumsum(dim=1) > 0
     assert ended[1, 2:].all() and not ended.all()
-    assert torch.equal(loss.write(batch, begin, end, most), expected.masked_fill(ended, end))
-    assert loss.write({key: value[1:2] for key, value in batch.items()}, begin, end, most).shape[1] <= 3
+    assert torch.equal(loss.write(batch, begin, end, max_tokens), expected.masked_fill(ended, end))
+    assert loss.write({key: value[1:2] for key, value in batch.items()}, begin, end, max_tokens).shape[1] <= 3
 
 
 def test_row_loss_and_row_weight_cover_tokens_and_flow(policy, in_float64):
     batch, noise, time = make_inputs(policy, SOME_TEXT)
     loss = make_loss(policy, text="subtask")
-    found = loss(batch, noise, time, per_row=True)
+    actual = loss(batch, noise, time, per_row=True)
     flow = PI05Loss(policy)(batch, noise, time, per_row=True)
     total = (plain_token_losses(policy, batch) * batch[TOKENS_MASK]).sum(dim=1)
     total = total + (plain_text_losses(policy, batch) * batch[TEXT_MASK]).sum(dim=1)
     counts = batch[TOKENS_MASK].sum(dim=1) + batch[TEXT_MASK].sum(dim=1)
-    assert torch.allclose(found, total / counts + FLOW_WEIGHT * flow, rtol=1e-9)
+    assert torch.allclose(actual, total / counts + FLOW_WEIGHT * flow, rtol=1e-9)
     weight = torch.tensor([1.0, 0.0, 0.5, 1.0], dtype=torch.float64)
     expected = (total * weight).sum() / counts.sum() + FLOW_WEIGHT * (flow * weight).mean()
     assert loss({**batch, "row_weight": weight}, noise, time).item() == pytest.approx(expected.item(), rel=1e-9)
@@ -253,7 +253,7 @@ def test_logits_are_computed_only_for_tokens_with_loss(policy, in_float64, monke
 
 
 def make_mixed(policy, robots):
-    """Inputs of rows of these robots; of -1, which is none, without action tokens."""
+    """Make inputs of rows of these robots; rows of robot -1 have no action tokens."""
     batch, noise, time = make_inputs(policy, SOME_TEXT)
     batch[ROBOT] = torch.tensor(robots)
     batch[TOKENS_MASK] = batch[TOKENS_MASK] & (batch[ROBOT] >= 0)[:, None]
@@ -285,14 +285,14 @@ def test_rows_without_action_train_only_text(policy, in_float64):
 def test_step_means_cover_all_tokens_and_acting_rows(policy, in_float64):
     inputs = make_mixed(policy, [-1, -1, 0, -1])
     loss = make_loss(policy, text="subtask")
-    whole = loss(*inputs)
+    full_loss = loss(*inputs)
     count = loss.count(inputs[0])
     assert count.tolist() == [int(inputs[0][TOKENS_MASK].sum() + inputs[0][TEXT_MASK].sum()), 1]
     halves = []
     for rows in (slice(0, 2), slice(2, 4)):
         batch, noise, time = rows_of(inputs, rows)
         halves.append(loss({**batch, MEAN_COUNT: count / 2}, noise, time))
-    assert whole.item() == pytest.approx(sum(halves).item() / 2, rel=1e-12)
+    assert full_loss.item() == pytest.approx(sum(halves).item() / 2, rel=1e-12)
     by_row = loss(*inputs, per_row=True)
     acting = loss(*rows_of(inputs, inputs[0][ROBOT] >= 0), per_row=True)
     assert by_row[2].item() == pytest.approx(acting.item(), rel=1e-9) and by_row.isfinite().all()
@@ -324,8 +324,10 @@ def test_exactly_trainable_parameters_get_gradients(policy):
     named = dict(policy.named_parameters())
     training = {name for name, parameter in named.items() if parameter.requires_grad}
     assert training == {name for name, parameter in named.items() if parameter.grad is not None}
-    more = training - plain
-    assert plain < training and all("language_model.norm" in name or "language_model.layers.2" in name for name in more)
+    added = training - plain
+    assert plain < training and all(
+        "language_model.norm" in name or "language_model.layers.2" in name for name in added
+    )
 
 
 @pytest.mark.gate
@@ -335,13 +337,13 @@ def test_compiled_insulated_loss_equals_eager(policy, in_float64):
     module, reference = make_loss(policy, compile=compiler, **options), make_loss(plain, **options)
     for seed in range(2):
         batch, noise, time = make_inputs(policy, seed=seed)
-        found, expected = module(batch, noise, time), reference(batch, noise, time)
-        assert found.item() == pytest.approx(expected.item(), rel=1e-12)
-        found.backward(), expected.backward()
+        actual, expected = module(batch, noise, time), reference(batch, noise, time)
+        assert actual.item() == pytest.approx(expected.item(), rel=1e-12)
+        actual.backward(), expected.backward()
         assert compiler.compilations == 5  # layers of vision, language, actions and tokens; the last keys and values
-    found, expected = gradients(policy), gradients(plain)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+    actual, expected = gradients(policy), gradients(plain)
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
         scale = plain.get_parameter(name.replace("k_proj.bias", "k_proj.weight")).grad.norm()
         assert (gradient - expected[name]).norm() <= 1e-9 * scale, name
 
@@ -368,17 +370,17 @@ def tokenizer(chunks):
 
 def test_decoded_chunk_is_within_half_quantisation_step(chunks, tokenizer):
     tokens = tokenizer.encode(chunks)
-    back = tokenizer.decode(tokens, chunks.shape[1:])
-    apart = dct(back - chunks, axis=1, norm="ortho") * tokenizer.scale
-    assert np.abs(apart).max() <= 0.5 + 1e-9
+    restored = tokenizer.decode(tokens, chunks.shape[1:])
+    errors = dct(restored - chunks, axis=1, norm="ortho") * tokenizer.scale
+    assert np.abs(errors).max() <= 0.5 + 1e-9
     assert max(map(len, tokens)) < chunks[0].size
     assert all(0 <= token < tokenizer.vocabulary for ids in tokens for token in ids)
 
 
 def test_values_outside_fitted_range_are_encoded(tokenizer):
-    far = np.full((2, 20, ACTION_DIM), [[[1e7]], [[-1e7]]])
-    assert [len(ids) > 0 for ids in tokenizer.encode(far)] == [True, True]
-    assert np.isfinite(tokenizer.decode(tokenizer.encode(far), far.shape[1:])).all()
+    outliers = np.full((2, 20, ACTION_DIM), [[[1e7]], [[-1e7]]])
+    assert [len(ids) > 0 for ids in tokenizer.encode(outliers)] == [True, True]
+    assert np.isfinite(tokenizer.decode(tokenizer.encode(outliers), outliers.shape[1:])).all()
 
 
 def test_action_tokenizer_without_all_bytes_is_refused(chunks, tokenizer):

@@ -1,4 +1,4 @@
-"""Loading and saving against LeRobot's own."""
+"""Loading and saving of policies against LeRobot's own."""
 
 import copy
 import itertools
@@ -66,7 +66,6 @@ def saved(original, tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """The same, to change."""
     return Path(shutil.copytree(saved, tmp_path / "base"))
 
 
@@ -78,11 +77,11 @@ def load(folder):
     return load_policy(folder, read_config(folder))
 
 
-def assert_same_weights(found, expected):
-    found, expected = found.state_dict(), expected.state_dict()
-    assert list(found) == list(expected)
+def assert_same_weights(actual, expected):
+    actual, expected = actual.state_dict(), expected.state_dict()
+    assert list(actual) == list(expected)
     for key, tensor in expected.items():
-        assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
+        assert actual[key].dtype == tensor.dtype and torch.equal(actual[key], tensor), key
 
 
 # --- fetch ------------------------------------------------------------------------------------------------
@@ -117,10 +116,10 @@ def test_hub_policy_is_pinned_to_commit(saved, monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "resolve_revision", info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
 
-    def look(folder):
+    def check_config(folder):
         assert folder == saved and download.call_args.kwargs["allow_patterns"] == ["config.json"]
 
-    assert fetch_pretrained("lerobot/pi05_base", "v1", look) == (saved, commit)
+    assert fetch_pretrained("lerobot/pi05_base", "v1", check_config) == (saved, commit)
     info.assert_called_once_with("lerobot/pi05_base", repo_type="model", revision="v1", cache_dir=None)
     patterns = download.call_args.kwargs["allow_patterns"]
     download.assert_called_with("lerobot/pi05_base", repo_type="model", revision=commit, allow_patterns=patterns)
@@ -136,13 +135,13 @@ def test_policy_saved_by_lerobot_loads(saved, original):
     assert type(policy) is TinyPI05Policy and not policy.training
     assert_same_weights(policy, original)
     assert policy.config.device == "cpu"
-    # What is not saved is as LeRobot builds it.
-    for (name, found), expected in zip(policy.named_buffers(), original.buffers(), strict=True):
-        assert torch.equal(found, expected), name
+    # Buffers that are not saved equal those that LeRobot builds.
+    for (name, actual), expected in zip(policy.named_buffers(), original.buffers(), strict=True):
+        assert torch.equal(actual, expected), name
 
 
 def test_weights_with_published_key_names_load(folder, original):
-    """As in lerobot/pi05_base: no `model.` prefix, and the word embedding only as the language head."""
+    """Use the keys of lerobot/pi05_base: no `model.` prefix, the word embedding only as language head."""
     weights = load_file(folder / "model.safetensors")
     weights[LANGUAGE_HEAD] = weights.pop(EMBEDDING).clone()
     save_file({key.removeprefix("model."): tensor for key, tensor in weights.items()}, folder / "model.safetensors")
@@ -154,15 +153,15 @@ def test_weights_with_published_key_names_load(folder, original):
 
 
 def test_embedding_weights_take_precedence_over_language_head(folder, original):
-    """Where a file has both, LeRobot takes what comes last; safetensors puts wider numbers first."""
+    """LeRobot takes the later of both in a file; safetensors puts wider dtypes first."""
     weights = load_file(folder / "model.safetensors")
     weights[LANGUAGE_HEAD] = weights[LANGUAGE_HEAD].to(torch.bfloat16)
     save_file(weights, folder / "model.safetensors")
     state = load(folder).state_dict()
     assert torch.equal(state[EMBEDDING], original.state_dict()[EMBEDDING])
     assert not torch.equal(state[LANGUAGE_HEAD], state[EMBEDDING])
-    lost = TinyPI05Policy.from_pretrained(folder).state_dict()  # the trap is real
-    assert torch.equal(lost[EMBEDDING], lost[LANGUAGE_HEAD])
+    absent = TinyPI05Policy.from_pretrained(folder).state_dict()  # LeRobot loses the embedding
+    assert torch.equal(absent[EMBEDDING], absent[LANGUAGE_HEAD])
     head = {LANGUAGE_HEAD: weights.pop(LANGUAGE_HEAD)}
     for name, tensors in (("a.safetensors", weights), ("b.safetensors", head)):
         save_file(tensors, folder / name)
@@ -186,14 +185,14 @@ def test_sharded_weights_load_and_damaged_index_is_refused(folder, original):
     (folder / "model.safetensors").unlink()
     huggingface_hub.save_torch_state_dict(weights, folder, max_shard_size=2**18)
     assert_same_weights(load(folder), original)
-    index, (lost,) = folder / "model.safetensors.index.json", folder.glob("model-00002-of-*.safetensors")
+    index, (absent,) = folder / "model.safetensors.index.json", folder.glob("model-00002-of-*.safetensors")
     weight_map = json.loads(index.read_text())["weight_map"]
     index.write_text(json.dumps({"weight_map": {**weight_map, "x": "../../elsewhere.safetensors"}}))
     with pytest.raises(ValueError, match="names '../../elsewhere.safetensors'.*its own folder"):
         load(folder)
-    lost.unlink()
+    absent.unlink()
     index.write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(FileNotFoundError, match=f"names {lost.name}, which is not there"):
+    with pytest.raises(FileNotFoundError, match=f"names {absent.name}, which is not there"):
         load(folder)
     index.write_text("[]")
     with pytest.raises(ValueError, match="no index of safetensors shards"):
@@ -231,7 +230,7 @@ def test_invalid_weights_are_refused(name, folder):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         load(folder)
     if name not in ("unexpected", "nan"):
-        # Here LeRobot goes on with random weights; if it ever stops, so can our own loading.
+        # LeRobot goes on with random weights here.
         assert isinstance(TinyPI05Policy.from_pretrained(folder), TinyPI05Policy)
 
 
@@ -255,7 +254,7 @@ def export(policy, saved, target):
 
 @pytest.mark.gate
 def test_lerobot_loads_export_in_fresh_process(original, saved, folder, tmp_path):
-    """In another place, without the base. Only `tiny_pi05` is imported, which registers the type: PI0.5 needs none."""
+    """Load a moved export without its base; only `tiny_pi05` is imported, to register the type."""
     target = Path(shutil.move(export(original, folder, tmp_path / "pretrained_model"), tmp_path / "moved"))
     shutil.rmtree(folder)
     batch, _, _ = make_batch(original, rows=2)
@@ -277,9 +276,9 @@ torch.manual_seed(0)
 save_file({{"action": post(policy.predict_action_chunk(batch))}}, {str(tmp_path / "action.safetensors")!r})
 assert not {{"vla_finetuning", "loading", "processors", "pi05"}} & set(sys.modules)
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert "All keys loaded successfully" in ran.stdout
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "All keys loaded successfully" in process.stdout
     preprocessor, postprocessor = make_processors(saved, original.config, STATS)
     torch.manual_seed(0)
     chunk = original.predict_action_chunk(preprocessor({**observation, "task": ["go to the red bin"]}))
@@ -297,13 +296,12 @@ def stored(folder):
 def test_exported_keys_shapes_and_dtypes_equal_lerobot(dtype, stored_as, saved, tmp_path):
     policy = make_policy(2, dtype=dtype)
     policy.save_pretrained(tmp_path / "theirs")
-    found = stored(export(policy, saved, tmp_path / "ours"))
-    assert found == stored(tmp_path / "theirs")
-    assert {kind for _, kind in found.values()} == stored_as
+    actual = stored(export(policy, saved, tmp_path / "ours"))
+    assert actual == stored(tmp_path / "theirs")
+    assert {kind for _, kind in actual.values()} == stored_as
 
 
 def test_export_has_usual_file_permissions(original, saved, tmp_path, assert_usual_permissions):
-    """Weights, and what the processors keep beside them, as every other file."""
     folder = export(original, saved, tmp_path / "run" / "pretrained_model")
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert_usual_permissions(folder.parent)
@@ -312,8 +310,8 @@ def test_export_has_usual_file_permissions(original, saved, tmp_path, assert_usu
 def test_trained_embedding_survives_loading_by_lerobot(original, saved, tmp_path):
     """LeRobot copies the language head over the embedding unless the embedding comes later in the file."""
     target = export(original, saved, tmp_path / "policy")
-    found = TinyPI05Policy.from_pretrained(target).state_dict()
-    assert torch.equal(found[EMBEDDING], original.state_dict()[EMBEDDING])
+    actual = TinyPI05Policy.from_pretrained(target).state_dict()
+    assert torch.equal(actual[EMBEDDING], original.state_dict()[EMBEDDING])
     assert_same_weights(load(target), TinyPI05Policy.from_pretrained(target))
 
 
@@ -333,7 +331,7 @@ def test_export_contains_no_local_paths(original, saved, tmp_path):
     assert config["device"] is None and config["pretrained_path"] is None and config["type"] == "tiny_pi05"
     for file in target.glob("*.json"):
         assert str(tmp_path) not in file.read_text() and str(saved) not in file.read_text()
-    assert policy.config.pretrained_path == saved  # the policy in memory is left alone
+    assert policy.config.pretrained_path == saved  # the policy in memory is unchanged
 
 
 def test_export_replaces_previous_one_only_on_success(original, saved, tmp_path, monkeypatch):
@@ -361,7 +359,7 @@ def test_config_equals_lerobot_and_leaves_no_temporary_file(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("option", "of"),
+    ("option", "is_parsed"),
     [
         ("--rtc_config.enabled=true", lambda config: config.rtc_config.enabled is True),
         ("--rtc_config=null", lambda config: config.rtc_config is None),
@@ -374,8 +372,8 @@ def test_config_equals_lerobot_and_leaves_no_temporary_file(tmp_path, monkeypatc
         ("--chunk_size=60", lambda config: config.rtc_training_max_delay == 0),
     ],
 )
-def test_policy_options_are_parsed_as_values(option, of):
-    assert of(make_policy_config("pi05", [option]))
+def test_policy_options_are_parsed_as_values(option, is_parsed):
+    assert is_parsed(make_policy_config("pi05", [option]))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Adapters against plain PEFT on LeRobot's policy: loss, gradients, what is saved, and that LeRobot loads it."""
+"""LoRA adapters against plain PEFT on LeRobot's policy: loss, gradients, checkpoints and exports."""
 
 import copy
 import json
@@ -32,13 +32,13 @@ EVERYWHERE = r".*(language_model|gemma_expert).*\.(q_proj|v_proj|up_proj)"
 
 
 def adapted_policy(**options):
-    """A tiny PI0.5 with adapters that do something, and a copy that LeRobot has wrapped: the same numbers in both."""
+    """Make a tiny PI0.5 with non-zero adapters, and a copy of equal weights wrapped by LeRobot."""
     policy = make_policy()
     policy.config.pretrained_path = "somewhere"
     plain = copy.deepcopy(policy)
-    given = {"method_type": "lora", "r": 4, **options}
-    report = choose_trainable(policy, "heads", PeftOptions(**given))
-    wrapped = plain.wrap_with_peft(peft_cli_overrides=given)
+    arguments = {"method_type": "lora", "r": 4, **options}
+    report = choose_trainable(policy, "heads", PeftOptions(**arguments))
+    wrapped = plain.wrap_with_peft(peft_cli_overrides=arguments)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -65,8 +65,8 @@ def test_adapter_loss_and_gradients_equal_peft(options, prefix_trains, monkeypat
 
     enabled = []
     run_prefix = PI05Loss._run_prefix
-    watched = lambda loss, batch: enabled.append(torch.is_grad_enabled()) or run_prefix(loss, batch)  # noqa: E731
-    monkeypatch.setattr(PI05Loss, "_run_prefix", watched)
+    record_grad_mode = lambda loss, batch: enabled.append(torch.is_grad_enabled()) or run_prefix(loss, batch)  # noqa: E731
+    monkeypatch.setattr(PI05Loss, "_run_prefix", record_grad_mode)
     loss = PI05Loss(policy)(batch, noise, time)
     loss.backward()
     assert enabled == [prefix_trains]
@@ -78,7 +78,7 @@ def test_adapter_loss_and_gradients_equal_peft(options, prefix_trains, monkeypat
         assert "lora_" in name or "action_out_proj.modules_to_save" in name
         torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-6, msg=name)
         assert parameter.grad.abs().max() > 0
-    # What PI0.5 never uses in training has adapters that do not train: of its last layer, all but keys and values.
+    # Adapters of layers unused in training do not train: the last layer, except keys and values.
     idle = {n for n, p in wrapped.get_base_model().named_parameters() if p.requires_grad} - trained.keys()
     assert bool(idle) == prefix_trains and report.frozen[UNUSED] > 0
     assert all(theirs[name].grad is None or not theirs[name].grad.any() for name in idle)
@@ -133,20 +133,20 @@ def test_run_trains_checkpoints_and_exports_adapters(setting):
     base, merged = (load_file(path / "model.safetensors") for path in folders)
     assert base.keys() == merged.keys()
     tool = run.job.output_dir / "merged"
-    (run.job.output_dir / "adapter" / "action_tokenizer").mkdir()  # as of a run with knowledge insulation
+    (run.job.output_dir / "adapter" / "action_tokenizer").mkdir()  # as with knowledge insulation
     (run.job.output_dir / "adapter" / "action_tokenizer" / "tokenizer.json").write_text("{}")
     assert merge_adapter.main([str(run.job.output_dir / "adapter"), str(tool)]) == 0
-    assert merge_adapter.main([str(run.job.output_dir / "adapter"), str(tool)]) == 2  # it is there already
+    assert merge_adapter.main([str(run.job.output_dir / "adapter"), str(tool)]) == 2  # the folder exists
     by_tool = load_file(tool / "model.safetensors")
     assert by_tool.keys() == merged.keys()
     for name, value in merged.items():
         torch.testing.assert_close(by_tool[name], value, rtol=1e-5, atol=1e-6, msg=name)
     assert json.loads((tool / "config.json").read_text())["use_peft"] is False
     assert (tool / "action_tokenizer" / "tokenizer.json").read_text() == "{}"
-    for name in ("robot.json", "environment.json"):  # the instructions' beginning, how pictures were drawn
+    for name in ("robot.json", "environment.json"):
         assert (tool / name).read_text() == (run.job.output_dir / "pretrained_model" / name).read_text()
     assert json.loads((tool / "environment.json").read_text()) == {"drawn": {"render": "egl"}}
-    in_process.resolved(setting, **{"policy.path": tool})  # training goes on from it
+    in_process.resolved(setting, **{"policy.path": tool})  # training can continue from it
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
     assert changed == {name.split(".lora_")[0] + ".weight" for name in trained.named()}
 
@@ -167,15 +167,15 @@ def test_merge_refuses_adapters_of_other_layers(setting, tmp_path, capsys):
 
 
 def test_planned_memory_and_flops_count_adapters(setting):
-    """A weight, a gradient and Adam's two moments of each of their numbers; a step of each parameter."""
+    """Count a weight, a gradient and Adam's two moments per number, and a step per parameter."""
     run = resolved(setting)
-    whole_run = in_process.resolved(setting)
-    adapters, whole = planned(run), planned(whole_run)
+    full_run = in_process.resolved(setting)
+    adapters, full = planned(run), planned(full_run)
     assert adapters.gradients == 4 * run.policy.parameters.trainable
     assert 0 <= adapters.optimizer - 8 * run.policy.parameters.trainable < 1024
-    assert adapters.needed < whole.needed
-    flops, of_whole = (one.policy.flops_by_prompt[run.policy.prompts[0]] for one in (run, whole_run))
-    assert flops < of_whole
+    assert adapters.needed < full.needed
+    flops, full_flops = (planned_run.policy.flops_by_prompt[run.policy.prompts[0]] for planned_run in (run, full_run))
+    assert flops < full_flops
 
 
 @pytest.mark.parametrize(
@@ -194,9 +194,9 @@ def test_invalid_peft_options_are_refused(setting, flags, message):
 
 
 def test_any_peft_option_enables_lora():
-    given = ["--dataset.root=/d", "--output_dir=/o", "--policy.path=/p"]
-    adapters = parse_args([*given, '--peft.target_modules=["q_proj", "v_proj"]']).peft
+    arguments = ["--dataset.root=/d", "--output_dir=/o", "--policy.path=/p"]
+    adapters = parse_args([*arguments, '--peft.target_modules=["q_proj", "v_proj"]']).peft
     assert adapters.method_type == "lora" and adapters.target_modules == ["q_proj", "v_proj"]
-    assert not parse_args(given).peft.enabled
+    assert not parse_args(arguments).peft.enabled
     with pytest.raises(ValueError, match="--policy.type=act with --peft.method_type=lora: .*start from a pretrained"):
-        parse_args([*given[:2], "--policy.type=act", "--peft.r=8"])
+        parse_args([*arguments[:2], "--policy.type=act", "--peft.r=8"])

@@ -1,4 +1,4 @@
-"""Which of a dataset's features become which of a policy's: LeRobot's own rules, and what does not match is named."""
+"""Matching of dataset features to policy features against LeRobot's own rules; errors name mismatches."""
 
 import copy
 import json
@@ -43,7 +43,7 @@ def dataset_features(*cameras, state=STATE_DIM, action=ACTION_DIM, **others):
 
 
 def pretrained_config(*cameras, **options):
-    """As that of lerobot/pi05_base: cameras with names of its own, a padded state."""
+    """Make a config as of lerobot/pi05_base: named cameras and a padded state."""
     config = PI05Config(device="cpu", chunk_size=4, n_action_steps=4, **options)
     config.input_features = {
         **{f"observation.images.{name}": PolicyFeature(FeatureType.VISUAL, (3, 224, 224)) for name in cameras},
@@ -60,12 +60,14 @@ def as_metadata(features, fps=10):
 
 @pytest.mark.parametrize("state", [STATE_DIM, STATE_DIM + 1])
 def test_policy_with_dataset_hook_gets_dataset_features(state):
-    """FastWAM's cameras are the dataset's, at its own size; VLA-JEPA's pretrained ones may lack the state."""
+    """FastWAM takes the dataset's cameras at its own size; pretrained VLA-JEPA may lack the state."""
     features = dataset_features("top", "wrist", state=state)
-    own = PolicyFeature(FeatureType.VISUAL, (3, 48, 64))
+    visual = PolicyFeature(FeatureType.VISUAL, (3, 48, 64))
     ours = [
         FastWAMConfig(action_dim=ACTION_DIM, proprio_dim=STATE_DIM, device="cpu"),
-        VLAJEPAConfig(device="cpu", input_features={"observation.images.top": own, "observation.images.wrist": own}),
+        VLAJEPAConfig(
+            device="cpu", input_features={"observation.images.top": visual, "observation.images.wrist": visual}
+        ),
     ]
     for config in ours:
         theirs = copy.deepcopy(config)
@@ -80,7 +82,6 @@ def test_policy_with_dataset_hook_gets_dataset_features(state):
 
 
 def test_fresh_policy_takes_dataset_features():
-    """As LeRobot's `make_policy`."""
     features = dataset_features("top", "wrist")
     ours, theirs = make_config(1), make_config(1)
     ours.input_features, theirs.input_features = {}, {}
@@ -113,7 +114,6 @@ def test_pretrained_policy_takes_dataset_shapes_under_its_input_names():
 
 
 def test_delta_timestamps_cover_only_policy_features():
-    """Of a dataset with more, no more is read."""
     features = dataset_features("top", **{"next.reward": Feature("float32", (1,))})
     config = DiffusionConfig(device="cpu", input_features={})
     expected = match_features(config, features, fps=29.97).delta_timestamps
@@ -122,7 +122,7 @@ def test_delta_timestamps_cover_only_policy_features():
     assert match_features(config, more, {}, fps=29.97).delta_timestamps == expected
 
 
-def test_unmatched_cameras_error_suggests_rename_map():
+def test_unmatched_cameras_error_suggests_remedy():
     config = pretrained_config("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
     features = dataset_features("right_wrist", "base", "left_wrist")
     with pytest.raises(ValueError) as caught:
@@ -140,15 +140,12 @@ def test_unmatched_cameras_error_suggests_rename_map():
         match_features(pretrained_config("a", "b"), dataset_features("a", "y"), own_names, fps=10)
     suggested = json.loads(str(caught.value).split("--rename_map='")[1].split("'")[0])
     assert suggested == {"observation.images.x": "observation.images.a", "observation.images.y": "observation.images.b"}
-
-
-def test_excluded_cameras_are_reported_as_excluded():
     message = r"not among those chosen \(\['observation.images.b'\] are left out\).*Either choose more cameras"
     with pytest.raises(ValueError, match=message):
         match_features(pretrained_config("a", "b"), dataset_features("a"), fps=10, excluded=["observation.images.b"])
 
 
-def test_missing_cameras_are_masked_on_request():
+def test_missing_cameras_are_masked_on_request_and_empty_ones_always():
     config = pretrained_config("top", "wrist", "front")
     features = dataset_features("wrist")
     with pytest.raises(ValueError, match="lacks: .'observation.images.top', 'observation.images.front'.*=mask"):
@@ -158,7 +155,7 @@ def test_missing_cameras_are_masked_on_request():
     masked = [row.policy_key for row in match.rows if row.dataset_key is None]
     assert masked == ["observation.images.top", "observation.images.front"]
     assert " ".join(match.table()[0].split()) == "(no camera) masked -> observation.images.top 3x224x224 IDENTITY"
-    # One camera at least, no dataset camera left over, and of policies that can do without.
+    # Masking needs one camera, no unmatched dataset camera, and a policy that supports it.
     with pytest.raises(ValueError, match="does not know.*--dataset.camera_keys"):
         match_features(config, dataset_features("wrist", "other"), fps=10, missing_cameras="mask")
     with pytest.raises(ValueError, match="lacks"):
@@ -167,15 +164,12 @@ def test_missing_cameras_are_masked_on_request():
     with pytest.raises(ValueError, match="lacks") as caught:
         match_features(act, dataset_features("top"), fps=10, missing_cameras="mask")
     assert "mask" not in str(caught.value)
-
-
-def test_empty_cameras_need_no_dataset_camera():
     match = match_features(pretrained_config("top", empty_cameras=1), dataset_features("top"), fps=10)
     assert [row.policy_key for row in match.rows if row.dataset_key is None] == ["observation.images.empty_camera_0"]
 
 
 def test_pi05_state_absent_from_config_becomes_input():
-    """PI0.5's constructor would add it, after the processors were made: it would stay un-normalised."""
+    """PI0.5's constructor would add it too late for the processors to normalise it."""
     config = pretrained_config("top")
     del config.input_features[OBS_STATE]
     match = match_features(config, dataset_features("top"), fps=10)

@@ -1,4 +1,4 @@
-"""MolmoAct2: which entry is a gripper, the names of the dataset tell, to LeRobot's own processors."""
+"""MolmoAct2's gripper, found by the dataset's names, against LeRobot's own processors."""
 
 import copy
 
@@ -43,7 +43,7 @@ def test_saved_processors_leave_gripper_unnormalised(config, tmp_path):
     rows = {key: generator.uniform(-0.4, 0.4, (2, *shape, 3)) for key, shape in ((OBS_STATE, ()), (ACTION, (4,)))}
     rows = {key: value.astype(np.float32) for key, value in rows.items()} | {"action_is_pad": np.zeros((2, 4), bool)}
     images, tasks = generator.integers(0, 256, (2, 48, 64, 3), dtype=np.uint8), ["go", "go to the red bin"]
-    whole = expected(
+    expected_batch = expected(
         {key: torch.from_numpy(value) for key, value in rows.items()}
         | {TOP: torch.from_numpy(images).movedim(-1, 1) / 255, "task": tasks}
     )
@@ -51,8 +51,8 @@ def test_saved_processors_leave_gripper_unnormalised(config, tmp_path):
         preprocessor, _ = make_processors(folder, ours, stats)
         prepare = Prepare(preprocessor, [TOP], ours, texts=True)
         prepared = prepare({**rows, TOP: images, "task": np.array(tasks, object)})
-        made = DeviceHalf(preprocessor, ours)(with_texts({k: torch.from_numpy(v) for k, v in prepared.items()}))
+        actual = DeviceHalf(preprocessor, ours)(with_texts({k: torch.from_numpy(v) for k, v in prepared.items()}))
         for key in (ACTION, OBS_STATE, "input_ids", "attention_mask", "labels", "pixel_values", "action_dim_is_pad"):
-            assert torch.equal(made[key], whole[key]), key
-        assert np.array_equal(made[ACTION][..., 2], rows[ACTION][..., 2])
-        assert not np.allclose(made[ACTION][..., 1], rows[ACTION][..., 1])
+            assert torch.equal(actual[key], expected_batch[key]), key
+        assert np.array_equal(actual[ACTION][..., 2], rows[ACTION][..., 2])
+        assert not np.allclose(actual[ACTION][..., 1], rows[ACTION][..., 1])

@@ -1,4 +1,4 @@
-"""What a run's options make of the policy's own optimizer and schedule; that it is LeRobot's, test_as_lerobot shows."""
+"""Optimizer and scheduler options against LeRobot's presets and torch's own optimizers."""
 
 import copy
 import itertools
@@ -25,11 +25,16 @@ def recipe(policy_config, *flags):
 
 def test_optimizer_options_replace_policy_preset():
     diffusion = DiffusionConfig(device="cpu")
-    own = recipe(diffusion)
-    assert (own.optimizer.type, own.peak, own.scheduler.name, own.own_groups) == ("adam", 1e-4, "cosine", True)
-    given = recipe(diffusion, "--optimizer.betas=[0.8, 0.9]", "--optimizer.lr", "1e-3", "--scheduler.name=linear")
-    assert (given.optimizer.betas, given.peak, given.optimizer.weight_decay) == ((0.8, 0.9), 1e-3, 1e-6)
-    assert (given.scheduler.name, given.scheduler.num_warmup_steps) == ("linear", 500)
+    preset = recipe(diffusion)
+    assert (preset.optimizer.type, preset.peak, preset.scheduler.name, preset.own_groups) == (
+        "adam",
+        1e-4,
+        "cosine",
+        True,
+    )
+    overridden = recipe(diffusion, "--optimizer.betas=[0.8, 0.9]", "--optimizer.lr", "1e-3", "--scheduler.name=linear")
+    assert (overridden.optimizer.betas, overridden.peak, overridden.optimizer.weight_decay) == ((0.8, 0.9), 1e-3, 1e-6)
+    assert (overridden.scheduler.name, overridden.scheduler.num_warmup_steps) == ("linear", 500)
     adamw = recipe(diffusion, "--optimizer.type=adamw").optimizer
     assert (adamw.type, adamw.betas, adamw.weight_decay) == ("adamw", (0.95, 0.999), 1e-6)
     named = ["--use_policy_training_preset=false", "--optimizer.type=adamw", "--scheduler.type=constant_with_warmup"]
@@ -44,9 +49,9 @@ def test_scheduler_other_than_lambda_lr_is_refused():
         def build(self, optimizer, steps):
             return torch.optim.lr_scheduler.StepLR(optimizer, 10)
 
-    own = replace(recipe(DiffusionConfig(device="cpu")), scheduler=Steps(num_warmup_steps=1))
+    preset = replace(recipe(DiffusionConfig(device="cpu")), scheduler=Steps(num_warmup_steps=1))
     with pytest.raises(ValueError, match="Steps makes a StepLR.* give --warmup_frac or --final_lr_frac"):
-        own.schedule(100)
+        preset.schedule(100)
 
 
 def make_act():
@@ -56,18 +61,18 @@ def make_act():
 
 
 def test_lr_flag_scales_all_parameter_groups():
-    """--lr moves all groups; LeRobot's own option only those without a rate of their own."""
+    """--lr scales all groups; LeRobot's own option only those without their own rate."""
     config, policy = make_act()
 
     def rates(*flags):
-        made = recipe(config, *flags)
-        return [made.peak * group["lr_scale"] for group in made.build(policy).param_groups]
+        settings = recipe(config, *flags)
+        return [settings.peak * group["lr_scale"] for group in settings.build(policy).param_groups]
 
     assert rates() == pytest.approx([1e-5, 2e-6])
     assert rates("--lr=1e-3") == pytest.approx([1e-3, 2e-4])
     assert rates("--optimizer.lr=1e-3") == pytest.approx([1e-3, 2e-6])
-    one = ["--use_policy_training_preset=false", "--optimizer.type=adamw", "--warmup_frac=0"]
-    assert rates(*one) == pytest.approx([1e-3])
+    single_group = ["--use_policy_training_preset=false", "--optimizer.type=adamw", "--warmup_frac=0"]
+    assert rates(*single_group) == pytest.approx([1e-3])
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_("backbone" in name)
     (group,) = recipe(config).build(policy).param_groups
@@ -79,15 +84,15 @@ def test_lr_flag_scales_all_parameter_groups():
 
 @pytest.mark.parametrize("own_groups", ["true", "false"])
 def test_every_optimizer_accepts_every_policy_parameter_form(own_groups):
-    """Those of X-VLA come by their names, and its own optimizer takes them so alone."""
+    """X-VLA's parameters come by name, as its own optimizer requires."""
     config, policy = make_act()
-    own, by_name = policy.get_optim_params, lambda: dict(policy.named_parameters())
-    for kind, groups in itertools.product(["adam", "adamw", "xvla-adamw", "sgd", "muon"], [own, by_name]):
+    preset, by_name = policy.get_optim_params, lambda: dict(policy.named_parameters())
+    for kind, groups in itertools.product(["adam", "adamw", "xvla-adamw", "sgd", "muon"], [preset, by_name]):
         flags = [f"--use_policy_training_preset={own_groups}", f"--optimizer.type={kind}", "--warmup_frac=0"]
         policy.get_optim_params = groups
         built = recipe(config, *flags).build(policy)
-        found = {parameter for group in built.param_groups for parameter in group["params"]}
-        assert found == set(policy.parameters()), kind
+        actual = {parameter for group in built.param_groups for parameter in group["params"]}
+        assert actual == set(policy.parameters()), kind
 
 
 @pytest.mark.parametrize(
@@ -137,12 +142,14 @@ def test_sgd_and_muon_equal_torch_skip_bad_steps_and_resume(kind):
     policy = make_policy(1)
     flags = ["--use_policy_training_preset=false", f"--optimizer.type={kind}", "--scheduler.type=constant_with_warmup"]
     flags += ["--scheduler.num_warmup_steps=0", "--optimizer.lr=1e-2", "--optimizer.grad_clip_norm=0"]
-    made = recipe(policy.config, *flags, *(f"--optimizer.{option}" for option in KINDS[kind]))
+    settings = recipe(policy.config, *flags, *(f"--optimizer.{option}" for option in KINDS[kind]))
     plain = copy.deepcopy(policy)
-    others = torch_optimizers(kind, plain)
+    references = torch_optimizers(kind, plain)
 
     def take(policy):
-        return take_optimizer(policy, made.build(policy), schedule=made.schedule(9), clip_norm=made.clip_norm)
+        return take_optimizer(
+            policy, settings.build(policy), schedule=settings.schedule(9), clip_norm=settings.clip_norm
+        )
 
     def gradients(step, factor=1.0):
         generator = torch.Generator().manual_seed(step)
@@ -150,15 +157,15 @@ def test_sgd_and_muon_equal_torch_skip_bad_steps_and_resume(kind):
 
     optimizer = take(policy)
     for step, bad in enumerate((True, False, True, False)):
-        if step == 2:  # goes on from what was saved, as a resumed run does
+        if step == 2:  # resumes from the saved state
             saved = {name: value.clone() for name, value in optimizer.state().items()}
             policy.load_state_dict(copy.deepcopy(policy.state_dict()))
             optimizer = take(policy)
             for name, value in optimizer.state().items():
                 value.copy_(saved[name])
         before = {name: value.clone() for name, value in {**optimizer.named(), **optimizer.state()}.items()}
-        for p, other, grad in zip(policy.parameters(), plain.parameters(), gradients(step), strict=True):
-            p.grad, other.grad = grad.clone(), grad.clone()
+        for p, reference, grad in zip(policy.parameters(), plain.parameters(), gradients(step), strict=True):
+            p.grad, reference.grad = grad.clone(), grad.clone()
         if bad:
             next(iter(policy.parameters())).grad.view(-1)[0] = float("nan")
         _, skipped = optimizer.step(step)
@@ -167,21 +174,21 @@ def test_sgd_and_muon_equal_torch_skip_bad_steps_and_resume(kind):
         if bad:
             assert all(torch.equal(before[name], after[name]) for name in before)
             continue
-        for other in others:
-            other.step()
-        for (name, p), other in zip(policy.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-7, msg=name)
+        for reference in references:
+            reference.step()
+        for (name, p), reference in zip(policy.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, reference, rtol=1e-5, atol=1e-7, msg=name)
     assert any(name.startswith("momentum_buffer.") for name in saved)
 
 
 def test_muon_state_without_momentum_exists_before_first_step():
     policy = make_policy(1)
     flags = ["--use_policy_training_preset=false", "--optimizer.type=muon", "--optimizer.momentum=0", "--warmup_frac=0"]
-    made = recipe(policy.config, *flags)
-    optimizer = take_optimizer(policy, made.build(policy), schedule=made.schedule(9), clip_norm=1.0)
+    settings = recipe(policy.config, *flags)
+    optimizer = take_optimizer(policy, settings.build(policy), schedule=settings.schedule(9), clip_norm=1.0)
     names = set(optimizer.state())
     policy = copy.deepcopy(policy)
-    optimizer = take_optimizer(policy, made.build(policy), schedule=made.schedule(9), clip_norm=1.0)
+    optimizer = take_optimizer(policy, settings.build(policy), schedule=settings.schedule(9), clip_norm=1.0)
     for parameter in policy.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step(0)
@@ -193,8 +200,8 @@ def test_muon_checkpoint_state_kinds_are_known(trained):
     config, policy = make_act()
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(trained in name and (trained != "layers.0" or parameter.ndim == 2))
-    made = recipe(
+    settings = recipe(
         config, "--optimizer.type=muon", "--scheduler.type=constant_with_warmup", "--scheduler.num_warmup_steps=0"
     )
-    state = take_optimizer(policy, made.build(policy), schedule=made.schedule(9), clip_norm=1.0).state()
-    assert {name.partition(".")[0] for name in state} in made.state_kinds
+    state = take_optimizer(policy, settings.build(policy), schedule=settings.schedule(9), clip_norm=1.0).state()
+    assert {name.partition(".")[0] for name in state} in settings.state_kinds

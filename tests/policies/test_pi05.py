@@ -1,4 +1,4 @@
-"""PI0.5's loss against LeRobot's own: what it does not share with other families (`test_flow_losses.py`)."""
+"""PI0.5's loss against LeRobot's own, beyond the shared tests of `test_flow_losses.py`."""
 
 import contextlib
 import copy
@@ -13,12 +13,7 @@ from lerobot.policies.pi_gemma import PiGemmaRMSNorm
 from scipy.stats import ks_2samp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.policies.flow_policies import (
-    assert_equal_gradients,
-    gradients,
-    lerobots,
-    to_float64,
-)
+from tests.policies.flow_policies import assert_equal_gradients, gradients, lerobots, to_float64
 from tests.tiny import ACTION_DIM, act_config, make_batch, make_config, make_policy, reference
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.family import PolicyLoss
@@ -38,14 +33,14 @@ def _one_thread():
 
 @pytest.mark.parametrize("rows, draws", [(1, 2), (4, 1)])
 def test_fused_attention_gets_keys_and_values_without_zero_strides(monkeypatch, rows, draws):
-    """A dimension without a stride is the same memory over and over, which a kernel may get wrong."""
+    """A kernel may read a dimension of stride zero wrongly."""
     fused, strides = torch.nn.functional.scaled_dot_product_attention, []
 
-    def watched(query, key, value, *args, **options):
+    def record_strides(query, key, value, *args, **options):
         strides.extend(stride for heads in (key, value) for stride in heads.stride())
         return fused(query, key, value, *args, **options)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record_strides)
     policy = make_policy(2)
     assert policy.model.paligemma_with_expert.gemma_expert.config.num_key_value_heads == 1
     batch, _, _ = make_batch(policy, rows)
@@ -69,8 +64,8 @@ def test_fused_attention_stores_no_attention_weights():
     assert weights("eager") and not weights("sdpa")
 
 
-def with_given_actions(policy, number, monkeypatch):
-    """A copy of LeRobot's policy whose expert sees the first actions at time 0: its own norm, a position at a time."""
+def with_action_prefix(policy, number, monkeypatch):
+    """Copy LeRobot's policy so that its expert sees the first actions at time 0, one position at a time."""
     theirs, norm = copy.deepcopy(policy), PiGemmaRMSNorm.forward
     embed, denoise = theirs.model.embed_suffix, theirs.model.denoise_step
 
@@ -104,19 +99,19 @@ def test_loss_of_chunks_with_action_prefix_equals_plain_loop(mode, attention, in
     noise, time = sample_noise_and_time(policy.config, rows * draws, 0, 0, "cpu")
     batch, noise, time = to_float64(make_batch(policy)[0], noise, time)
     loss = PI05Loss(policy, attention=attention, checkpointing=mode == "full")
-    whole = loss(batch, noise, time)
-    whole.backward()
-    assert whole.item() == pytest.approx(loss(batch, noise, time, per_row=True).mean().item(), rel=1e-13)
+    batch_loss = loss(batch, noise, time)
+    batch_loss.backward()
+    assert batch_loss.item() == pytest.approx(loss(batch, noise, time, per_row=True).mean().item(), rel=1e-13)
     delays = [int((row[:, 0] == 0).sum()) for row in time]
     assert len(set(delays)) > 2
     total, wanted = 0.0, {}
     for number, delay in enumerate(delays):
         row = {key: value[[number // draws]] for key, value in batch.items()}
         with monkeypatch.context() as patch:
-            theirs = with_given_actions(policy, delay, patch)
+            theirs = with_action_prefix(policy, delay, patch)
             theirs.zero_grad()
             actions, from_noise = theirs.prepare_action(row), noise[[number]].clone()
-            from_noise[:, :delay] = actions[:, :delay]  # noisy actions are then these, at any time
+            from_noise[:, :delay] = actions[:, :delay]  # noisy actions then equal these at any time
             images, masks = theirs._preprocess_images(row)
             tokens, mask = row["observation.language.tokens"], row["observation.language.attention_mask"]
             losses = theirs.model.forward(images, masks, tokens, mask, actions, from_noise, time[[number], -1, 0])
@@ -126,7 +121,7 @@ def test_loss_of_chunks_with_action_prefix_equals_plain_loop(mode, attention, in
         for name, gradient in gradients(theirs).items():
             wanted[name] = wanted.get(name, 0) + gradient
     count = sum(policy.config.chunk_size - delay for delay in delays) * ACTION_DIM
-    assert whole.item() == pytest.approx(total / count, rel=1e-12)
+    assert batch_loss.item() == pytest.approx(total / count, rel=1e-12)
     assert_equal_gradients(gradients(policy), {name: gradient / count for name, gradient in wanted.items()}, 1e-9)
 
 
@@ -134,14 +129,14 @@ def test_action_prefix_length_is_drawn_after_noise_and_time():
     config, rows = make_config(1), 4000
     noise, time = sample_noise_and_time(config, rows, 7, 3, "cpu")
     config.rtc_training_max_delay = 3
-    same_noise, drawn = sample_noise_and_time(config, rows, 7, 3, "cpu")
+    noise_with_delay, drawn = sample_noise_and_time(config, rows, 7, 3, "cpu")
     times, weight = drawn.unbind(-1)
-    assert torch.equal(noise, same_noise)
+    assert torch.equal(noise, noise_with_delay)
     delays = (weight == 0).sum(dim=1)
-    given = torch.arange(config.chunk_size) < delays[:, None]
-    assert torch.equal(times, torch.where(given, 0.0, time[:, None]))
+    prefix_positions = torch.arange(config.chunk_size) < delays[:, None]
+    assert torch.equal(times, torch.where(prefix_positions, 0.0, time[:, None]))
     assert torch.bincount(delays).tolist() == pytest.approx([rows / 4] * 4, rel=0.15)
-    torch.testing.assert_close(weight, ~given / (~given).float().mean())
+    torch.testing.assert_close(weight, ~prefix_positions / (~prefix_positions).float().mean())
 
 
 @pytest.mark.parametrize("delay", [0, 4])
@@ -149,17 +144,17 @@ def test_chunk_continuation_equals_lerobot_sampler(delay, monkeypatch):
     policy = make_policy(2).eval()
     batch, noise, _ = make_batch(policy)
     prefix = torch.randn(4, delay, ACTION_DIM, generator=torch.Generator().manual_seed(1))
-    found = continue_chunk(PI05Loss(policy), batch, noise, prefix)
-    assert torch.equal(found[:, :delay], prefix)
-    theirs, start = with_given_actions(policy, delay, monkeypatch), noise.clone()
+    actual = continue_chunk(PI05Loss(policy), batch, noise, prefix)
+    assert torch.equal(actual[:, :delay], prefix)
+    theirs, start = with_action_prefix(policy, delay, monkeypatch), noise.clone()
     start[:, :delay] = theirs.prepare_action({"action": prefix})
     expected = theirs.predict_action_chunk(batch, noise=start)
-    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
     if delay == 0:
-        assert torch.equal(found, continue_chunk(PI05Loss(policy), batch, noise))
+        assert torch.equal(actual, continue_chunk(PI05Loss(policy), batch, noise))
     else:
         plain = policy.predict_action_chunk(batch, noise=start)
-        assert (found - plain)[:, delay:].abs().max() > 1e-3
+        assert (actual - plain)[:, delay:].abs().max() > 1e-3
 
 
 def test_bfloat16_loss_equals_lerobot_to_its_precision():
@@ -171,9 +166,9 @@ def test_bfloat16_loss_equals_lerobot_to_its_precision():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
 
 
-@pytest.mark.parametrize(("mode", "asked_by"), [("expert", "us"), ("full", "the policy")])
-def test_activation_checkpointing_changes_only_memory(mode, asked_by):
-    policy = make_policy(2, gradient_checkpointing=asked_by == "the policy")
+@pytest.mark.parametrize(("mode", "enabled_by"), [("expert", "us"), ("full", "the policy")])
+def test_activation_checkpointing_changes_only_memory(mode, enabled_by):
+    policy = make_policy(2, gradient_checkpointing=enabled_by == "the policy")
     choose_trainable(policy, mode)
     arguments, vlm = make_batch(policy), policy.model.paligemma_with_expert
     layers = [
@@ -195,19 +190,19 @@ def test_activation_checkpointing_changes_only_memory(mode, asked_by):
         loss.backward()
         return loss.item(), copy.deepcopy(gradients(policy)), saved["all"], dict(computed)
 
-    checkpointed = run(PI05Loss(policy, checkpointing=asked_by == "us"))
+    checkpointed = run(PI05Loss(policy, checkpointing=enabled_by == "us"))
     policy.config.gradient_checkpointing = False
     plain = run(PI05Loss(policy))
     assert checkpointed[0] == plain[0] and checkpointed[2] < plain[2] / 2
     assert all(torch.equal(checkpointed[1][name], expected) for name, expected in plain[1].items())
-    # What trains is computed twice: not more often, as checkpoints within checkpoints would.
+    # Trainable layers are computed exactly twice; nested checkpoints would compute them more often.
     trains = range(len(layers)) if mode == "full" else range(len(layers) - 3, len(layers))
     assert plain[3] == dict.fromkeys(range(len(layers)), 1)
     assert checkpointed[3] == plain[3] | dict.fromkeys(trains, 2)
 
 
 def test_mask_padding_excludes_padded_steps():
-    """With several draws too; rows differ in padding, and still the whole is the mean of its halves."""
+    """Rows differ in padding; the mean over halves and over draws equals that of the batch."""
     policy = make_policy(1)
     batch, noise, time = make_batch(policy)
     theirs = reference(policy, noise, time)
@@ -250,33 +245,33 @@ def test_mask_padding_is_refused_for_act():
 
 
 def test_projections_of_actions_and_time_are_float32_under_autocast():
-    policy, seen = make_policy(1), {}
+    policy, calls = make_policy(1), {}
     core = policy.model
     for name in ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out"):
         module = getattr(core, name)
-        module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: (module, args[0], out)}))
+        module.register_forward_hook(lambda module, args, out, name=name: calls.update({name: (module, args[0], out)}))
     with torch.autocast("cpu", torch.bfloat16):
         PI05Loss(policy)(*make_batch(policy))
-    assert len(seen) == 4
-    for module, given, made in seen.values():
-        assert torch.equal(made, torch.nn.functional.linear(given.float(), module.weight, module.bias))
+    assert len(calls) == 4
+    for module, prefix_positions, result in calls.values():
+        assert torch.equal(result, torch.nn.functional.linear(prefix_positions.float(), module.weight, module.bias))
 
 
 def test_vision_tower_inputs_are_contiguous():
-    """Through all of the vision tower, where transformers' own are transposed views, which kernels take longer for."""
-    policy, entered = make_policy(1), []
+    """transformers' own are transposed views, which are slower."""
+    policy, contiguous = make_policy(1), []
     for layer in policy.model.paligemma_with_expert.paligemma.model.vision_tower.vision_model.encoder.layers:
         for module in (layer.layer_norm1, layer.layer_norm2):
-            module.register_forward_pre_hook(lambda module, arguments: entered.append(arguments[0].is_contiguous()))
+            module.register_forward_pre_hook(lambda module, arguments: contiguous.append(arguments[0].is_contiguous()))
     PI05Loss(policy)(*make_batch(policy))
-    assert all(entered[:4]) and len(entered) > 3
+    assert all(contiguous[:4]) and len(contiguous) > 3
 
 
 # --- rotary angles ------------------------------------------------------------------------------------------
 
 
 class OuterProducts(TorchDispatchMode):
-    """Counts matrix products over a dimension of one: what angles are, as a product of positions and frequencies."""
+    """Count matrix products over a dimension of one, such as positions times frequencies."""
 
     count = 0
 
@@ -291,8 +286,8 @@ def test_rotary_angles_equal_gemma_without_matrix_products():
     loss, positions = PI05Loss(policy), torch.arange(968)[None].expand(2, -1)
     rotary = policy.model.paligemma_with_expert.paligemma.model.language_model.rotary_emb
     for dtype in (torch.float32, torch.bfloat16):
-        found, expected = (of(torch.empty(0, dtype=dtype), positions) for of in (loss._rotation, rotary))
-        for mine, theirs in zip(found, expected, strict=True):
+        actual, expected = (of(torch.empty(0, dtype=dtype), positions) for of in (loss._rotation, rotary))
+        for mine, theirs in zip(actual, expected, strict=True):
             assert mine.dtype == dtype and torch.equal(mine, theirs.unsqueeze(1))
     with OuterProducts() as ours:
         loss(*make_batch(policy)).backward()
@@ -306,12 +301,12 @@ def test_rotary_angles_are_exact_at_reduced_matmul_precision():
     loss, before = PI05Loss(make_policy(1, head_dim=256)).cuda(), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        found = loss._rotation(torch.empty(0, device="cuda"), torch.tensor([[900]], device="cuda"))
+        actual = loss._rotation(torch.empty(0, device="cuda"), torch.tensor([[900]], device="cuda"))
     finally:
         torch.set_float32_matmul_precision(before)
     rotary = loss.policy.model.paligemma_with_expert.paligemma.model.language_model.rotary_emb
     angles = 900 * rotary.inv_freq.double().cpu()
-    for mine, exact in zip(found, (angles.cos(), angles.sin()), strict=True):
+    for mine, exact in zip(actual, (angles.cos(), angles.sin()), strict=True):
         assert (mine.double().cpu().flatten() - exact.repeat(2)).abs().max() < 1e-4
 
 
@@ -325,12 +320,12 @@ def test_draws_depend_only_on_seed_and_step():
     assert noise.dtype == time.dtype == torch.float32
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    again = sample_noise_and_time(config, 8, 7, 3, "cpu")
-    assert torch.equal(again[0], noise) and torch.equal(again[1], time)
+    repeated = sample_noise_and_time(config, 8, 7, 3, "cpu")
+    assert torch.equal(repeated[0], noise) and torch.equal(repeated[1], time)
     assert torch.equal(torch.get_rng_state(), state)
     for seed, step in ((8, 3), (7, 4), (3, 7)):
-        other = sample_noise_and_time(config, 8, seed, step, "cpu")
-        assert not torch.equal(other[0], noise) and not torch.equal(other[1], time)
+        changed = sample_noise_and_time(config, 8, seed, step, "cpu")
+        assert not torch.equal(changed[0], noise) and not torch.equal(changed[1], time)
     many, _ = sample_noise_and_time(config, 1000, 0, 0, "cpu")
     assert many.mean().item() == pytest.approx(0, abs=0.01) and many.std().item() == pytest.approx(1, abs=0.01)
 
@@ -343,9 +338,9 @@ def test_time_has_distribution_of_lerobot(alpha, beta):
     torch.manual_seed(0)
     options = {"scale": config.time_sampling_scale, "offset": config.time_sampling_offset}
     expected = sample_time_beta(rows, "cpu", alpha=alpha, beta=beta, **options)
-    found = sample_noise_and_time(config, rows, 0, 0, "cpu")[1]
-    assert ks_2samp(found, expected).pvalue > 0.001
-    assert found.min() >= 0.001 and found.max() <= 1.0
+    actual = sample_noise_and_time(config, rows, 0, 0, "cpu")[1]
+    assert ks_2samp(actual, expected).pvalue > 0.001
+    assert actual.min() >= 0.001 and actual.max() <= 1.0
 
 
 # --- bad input --------------------------------------------------------------------------------------------
@@ -375,7 +370,6 @@ def test_unread_rows_count_only_in_denominator(in_float64):
     choose_trainable(policy, "full")
     read = torch.tensor([True, False, True, False])
     expected, wanted = lerobots(policy, {key: value[read] for key, value in batch.items()}, noise[read], time[read])
-    # What is in the other rows does not matter.
     actions = torch.where(read[:, None, None], batch["action"], 1e6)
     loss = PI05Loss(policy)({**batch, "is_read": read, "action": actions}, noise, time)
     loss.backward()

@@ -1,4 +1,4 @@
-"""The split preprocessor against LeRobot's DataLoader and whole pipeline, bit for bit."""
+"""The split preprocessor against LeRobot's DataLoader and pipeline, bit for bit."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ CHUNK = 8
 
 @dataclass
 class Case:
-    """A dataset, a tiny policy for it, and what the policy would get from LeRobot."""
+    """A dataset, a tiny policy for it, and LeRobot's batches."""
 
     root: Path
     folder: Path
@@ -48,7 +48,7 @@ class Case:
     config: PreTrainedConfig
 
     def rows(self, indices):
-        """Columns as our data engine emits them, from LeRobot's dataset."""
+        """Read columns as the data engine emits them, from LeRobot's dataset."""
         dataset = self.dataset(return_uint8=True)
         items = [dataset[i] for i in indices]
         columns = {}
@@ -68,7 +68,7 @@ class Case:
         return LeRobotDataset("local/test", root=self.root, video_backend="pyav", delta_timestamps=deltas, **options)
 
     def lerobots_batch(self, indices, preprocessor):
-        """What `lerobot-train` passes to `policy.forward`."""
+        """Make the batch that `lerobot-train` passes to `policy.forward`."""
         loader = torch.utils.data.DataLoader(self.dataset(), batch_size=len(indices), sampler=indices)
         return preprocessor(next(iter(loader)))
 
@@ -83,9 +83,9 @@ def case(tmp_path_factory):
     return Case(root, base, meta, config)
 
 
-def assert_equal(found, expected):
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    assert torch.equal(found, expected)
+def assert_equal(actual, expected):
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    assert torch.equal(actual, expected)
 
 
 INDICES = [0, 8, 16, 4, 13]  # the last frames of episodes among them
@@ -104,14 +104,14 @@ def split(case, preprocessor, columns):
 def test_prepared_batch_equals_lerobot_bitwise(case):
     preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats)
     columns = case.rows(INDICES) | {"observation.force": np.zeros((len(INDICES), 2), np.float32)}
-    prepared, found = split(case, preprocessor, columns)
+    prepared, actual = split(case, preprocessor, columns)
     expected = case.lerobots_batch(INDICES, preprocessor)
     keys = {TOP, WRIST, "observation.state", "action", "action_is_pad", TOKENS, MASK, "index"}
-    assert set(found) == keys | {"dataset_index", "position"}
+    assert set(actual) == keys | {"dataset_index", "position"}
     for key in keys:
-        assert_equal(found[key], expected[key])
+        assert_equal(actual[key], expected[key])
     assert expected["action_is_pad"].any() and expected[MASK].any() and not expected[MASK].all()
-    assert found["action"].abs().max() < 50 and not torch.equal(found["action"], torch.from_numpy(columns["action"]))
+    assert actual["action"].abs().max() < 50 and not torch.equal(actual["action"], torch.from_numpy(columns["action"]))
     for key, value in prepared.items():
         assert value.dtype.kind in "biuf", key
         assert len(value) == len(INDICES)
@@ -122,13 +122,13 @@ def test_integer_columns_are_normalised_as_floats(case):
     """LeRobot's normaliser casts its statistics to int64 for them, and a deviation of 0.49 is 0."""
     preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats)
     columns = case.rows(INDICES)
-    of_ticks = {key: columns[key].round() for key in ("observation.state", "action")}
-    expected, _ = split(case, preprocessor, {**columns, **of_ticks})
-    found, _ = split(case, preprocessor, {**columns, **{k: v.astype(np.int64) for k, v in of_ticks.items()}})
-    assert found.keys() == expected.keys()
+    rounded = {key: columns[key].round() for key in ("observation.state", "action")}
+    expected, _ = split(case, preprocessor, {**columns, **rounded})
+    actual, _ = split(case, preprocessor, {**columns, **{k: v.astype(np.int64) for k, v in rounded.items()}})
+    assert actual.keys() == expected.keys()
     for key, values in expected.items():
-        assert found[key].dtype == values.dtype
-        np.testing.assert_array_equal(found[key], values, err_msg=key)
+        assert actual[key].dtype == values.dtype
+        np.testing.assert_array_equal(actual[key], values, err_msg=key)
 
 
 @pytest.mark.parametrize("mode", ["MEAN_STD", "QUANTILE10"])
@@ -139,10 +139,10 @@ def test_normalised_images_equal_lerobot_bitwise(case, mode):
     stats[WRIST]["q90"] = stats[WRIST]["q90"].copy()
     stats[WRIST]["q90"][1] = stats[WRIST]["q10"][1]  # a channel without contrast
     preprocessor, _ = make_processors(case.folder, config, stats)
-    _, found = split(replace(case, config=config), preprocessor, case.rows(INDICES))
+    _, actual = split(replace(case, config=config), preprocessor, case.rows(INDICES))
     expected = case.lerobots_batch(INDICES, preprocessor)
     for key in (TOP, WRIST, "action", TOKENS):
-        assert_equal(found[key], expected[key])
+        assert_equal(actual[key], expected[key])
     assert expected[TOP].min() < 0
 
 
@@ -150,10 +150,10 @@ def test_normalised_images_equal_lerobot_bitwise(case, mode):
 def test_image_bytes_convert_as_in_lerobot(case, device):
     image = torch.arange(256, dtype=torch.uint8).repeat(3).reshape(1, 16, 16, 3)
     half = DeviceHalf(None, case.config).to(device)
-    found = half({TOP: image.to(device)})[TOP].cpu()
-    assert found.is_contiguous() and found.dtype == torch.float32
-    assert torch.equal(found, image.movedim(-1, 1).to(torch.float32) / 255.0)
-    assert half({TOP: found})[TOP] is found  # floats stay
+    actual = half({TOP: image.to(device)})[TOP].cpu()
+    assert actual.is_contiguous() and actual.dtype == torch.float32
+    assert torch.equal(actual, image.movedim(-1, 1).to(torch.float32) / 255.0)
+    assert half({TOP: actual})[TOP] is actual  # floats are unchanged
 
 
 # --- Prepare as a function of blocks ----------------------------------------------------------------------
@@ -207,8 +207,6 @@ def test_non_finite_value_is_reported_with_its_frame(case, prepare, key):
 
 
 class MeanOfImage(ProcessorStep):
-    """A step that cannot run without images."""
-
     def __call__(self, transition):
         observation = transition[TransitionKey.OBSERVATION]
         if TOP in observation:
@@ -244,7 +242,7 @@ def test_pickled_prepare_contains_no_data_of_blocks(case):
 
 
 def test_processors_equal_those_of_lerobot_train(case):
-    """The same call as in lerobot_train.py, with its overrides."""
+    """Use the call and the overrides of lerobot_train.py."""
     features = {**case.config.input_features, **case.config.output_features}
     shared = {"norm_map": case.config.normalization_mapping, "stats": case.meta.stats}
     expected, expected_post = make_pre_post_processors(
@@ -258,11 +256,11 @@ def test_processors_equal_those_of_lerobot_train(case):
         postprocessor_overrides={"unnormalizer_processor": {"features": case.config.output_features, **shared}},
     )
     for folder in (case.folder, str(case.folder), None):
-        found, found_post = make_processors(folder, case.config, case.meta.stats)
-        assert found.get_config() == expected.get_config()
+        actual, found_post = make_processors(folder, case.config, case.meta.stats)
+        assert actual.get_config() == expected.get_config()
         assert found_post.get_config() == expected_post.get_config()
         for key, state in expected.state_dict().items():
-            assert all(torch.equal(found.state_dict()[key][name], value) for name, value in state.items())
+            assert all(torch.equal(actual.state_dict()[key][name], value) for name, value in state.items())
 
 
 def test_required_stats_follow_normalisation_mode(case):
@@ -289,7 +287,7 @@ def test_pipeline_that_names_python_code_is_refused(case, tmp_path):
     with pytest.raises(ValueError, match="registered by name.*refused"):
         make_processors(folder, case.config, case.meta.stats)
     assert not victim.exists()
-    # What is refused is real: LeRobot calls it.
+    # LeRobot itself calls it.
     with contextlib.suppress(Exception):
         make_pre_post_processors(case.config, pretrained_path=str(folder))
     assert victim.exists()
@@ -302,7 +300,7 @@ def test_tokenizer_with_remote_code_is_refused(case, tmp_path, monkeypatch):
     (folder / "tokenizer/evil.py").write_text(f"import os\nos.makedirs({str(victim)!r})\nclass Evil: pass\n")
     description = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
     (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps(description))
-    monkeypatch.setattr("builtins.input", lambda *_: "y")  # what somebody in a hurry answers
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # confirm the prompt of transformers
     with pytest.raises(ValueError, match="only be loaded by code that comes with it, which is not run"):
         make_processors(folder, case.config, case.meta.stats)
     assert not victim.exists()
@@ -337,11 +335,11 @@ def test_processors_saved_on_another_device_load(case, tmp_path):
 
 
 def test_gated_tokenizer_error_names_remedy(case, monkeypatch):
-    """At once, by one question to the Hub; LeRobot and transformers would ask for a minute."""
-    asked = []
+    """One request to the Hub; LeRobot and transformers would retry for a minute."""
+    requests = []
 
     def refuse(api, repo_id):
-        asked.append(repo_id)
+        requests.append(repo_id)
         response = httpx.Response(403, request=httpx.Request("GET", "http://hub"))
         raise GatedRepoError("gated", response=response)
 
@@ -353,14 +351,14 @@ def test_gated_tokenizer_error_names_remedy(case, monkeypatch):
     message = "policy: model google/paligemma-3b-pt-224: gated.*HF_TOKEN.*or put its files into.*tokenizer/"
     with pytest.raises(ValueError, match=message):
         make_processors(None, config, case.meta.stats)
-    assert asked == ["google/paligemma-3b-pt-224"]
+    assert requests == ["google/paligemma-3b-pt-224"]
     monkeypatch.undo()
     with pytest.raises(OSError, match="tokenizer of the 'pi05' policy: .*the Hub cannot be reached.*or put its files"):
         make_processors(None, config, case.meta.stats)
 
 
 def test_hub_tokenizer_is_saved_with_policy_and_loaded_from_it(case, tmp_path):
-    """As in LeRobot's own PI0.5: the step knows its tokenizer by name only."""
+    """The step has only the tokenizer's name, as in LeRobot's PI0.5."""
     make_tokenizer(["go"]).save_pretrained(tmp_path / "hub")
     preprocessor, postprocessor = make_processors(case.folder, case.config, case.meta.stats)
     step = TokenizerProcessorStep(tokenizer_name=str(tmp_path / "hub"), max_length=16)
@@ -368,13 +366,13 @@ def test_hub_tokenizer_is_saved_with_policy_and_loaded_from_it(case, tmp_path):
     folder = tmp_path / "policy"
     save_pretrained(TinyPI05Policy(case.config), preprocessor, postprocessor, folder)
     shutil.rmtree(tmp_path / "hub")
-    again, _ = make_processors(folder, case.config, case.meta.stats)
+    reloaded, _ = make_processors(folder, case.config, case.meta.stats)
     expected = step._tokenize_text(["go 7"])["input_ids"].tolist()
-    for pipeline in (again, load_processors(folder, case.config)[0]):
-        found = next(step for step in pipeline.steps if isinstance(step, TokenizerProcessorStep))
-        assert found._tokenize_text(["go 7"])["input_ids"].tolist() == expected
-        assert found.get_config() == step.get_config()  # the name is still there for LeRobot
-    save_pretrained(TinyPI05Policy(case.config), again, postprocessor, tmp_path / "again")
+    for pipeline in (reloaded, load_processors(folder, case.config)[0]):
+        actual = next(step for step in pipeline.steps if isinstance(step, TokenizerProcessorStep))
+        assert actual._tokenize_text(["go 7"])["input_ids"].tolist() == expected
+        assert actual.get_config() == step.get_config()  # the name is preserved for LeRobot
+    save_pretrained(TinyPI05Policy(case.config), reloaded, postprocessor, tmp_path / "again")
 
     step.tokenizer, step.tokenizer_name = step.input_tokenizer, None
     with pytest.raises(ValueError, match="could not be loaded again"):
@@ -396,26 +394,22 @@ def written_tokenizer(folder, **changes):
     return path
 
 
-def test_tokenizer_check_accepts_relative_path(tmp_path, monkeypatch):
-    written_tokenizer(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    check_tokenizer(Path("tokenizer.json"))
-
-
-def test_tokenizer_that_expands_text_is_refused(tmp_path):
+def test_tokenizer_that_expands_text_is_refused(tmp_path, monkeypatch):
     steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaaaaaaa"}] * 9
     with pytest.raises(ValueError, match="may make a text 1,000,000,000 times as long"):
         check_tokenizer(written_tokenizer(tmp_path, normalizer={"type": "Sequence", "normalizers": steps}))
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-    check_tokenizer(written_tokenizer(tmp_path, normalizer=spaces))
+    written_tokenizer(tmp_path, normalizer=spaces)
+    monkeypatch.chdir(tmp_path)
+    check_tokenizer(Path("tokenizer.json"))  # a relative path is accepted
 
 
-@pytest.mark.parametrize("what", ["time", "memory"])
-def test_tokenizer_that_exhausts_time_or_memory_is_refused(tmp_path, monkeypatch, case, what):
-    """No rule on what is written in the file finds these: the library is let try."""
+@pytest.mark.parametrize("resource", ["time", "memory"])
+def test_tokenizer_that_exhausts_time_or_memory_is_refused(tmp_path, monkeypatch, case, resource):
+    """No static rule finds these: the library tries them under limits."""
     monkeypatch.setattr(tokenizer_check, "MAX_CPU_S", 1)
     folder = shutil.copytree(case.folder, tmp_path / "base")
-    if what == "time":
+    if resource == "time":
         pattern = {"Regex": "a{0,900}a{0,900}[^a!]"}
         changes = {"pre_tokenizer": {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}}
     else:
@@ -428,7 +422,7 @@ def test_tokenizer_that_exhausts_time_or_memory_is_refused(tmp_path, monkeypatch
 
 
 class Words:
-    """Stands in for a tokenizer's step: a token for each word that it knows."""
+    """Stand in for a tokenizer's step: one token per known word."""
 
     def __init__(self, max_length, known=lambda word: True):
         self.max_length, self._known = max_length, known
@@ -438,8 +432,6 @@ class Words:
 
 
 def test_advantage_lost_in_prompt_is_refused():
-    """Of all instructions: the longest is the one that cuts it off."""
-
     def check(step, *instructions):
         check_prompts_differ(SimpleNamespace(steps=[step]), instructions, "the policy")
 

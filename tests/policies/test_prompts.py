@@ -34,9 +34,9 @@ def test_cut_prompts_give_loss_and_gradients_of_padded_prompts(attention):
         return loss.item(), torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad])
 
     loss, gradient = computed(batch | {key: torch.from_numpy(value) for key, value in cut.items()})
-    expected, wanted = computed(batch)
+    expected, expected_gradient = computed(batch)
     assert loss == pytest.approx(expected, rel=1e-6)
-    assert ((gradient - wanted).norm() / wanted.norm()).item() < 2e-6
+    assert ((gradient - expected_gradient).norm() / expected_gradient.norm()).item() < 2e-6
 
 
 @pytest.mark.parametrize("cameras", [1, 2, 3])

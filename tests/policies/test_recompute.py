@@ -1,4 +1,4 @@
-"""Perceptrons that compute again in backward, against transformers' own: the same bits, half of what is kept."""
+"""Perceptrons recomputed in backward against transformers' own: equal bits, half of the saved memory."""
 
 import pytest
 import torch
@@ -26,53 +26,50 @@ def make_vision_mlp(dtype=torch.float32):
 
 
 def computed(function, mlp, autocast=None, trains=True):
-    """The result, the input's gradient and those of the weights; and what autograd kept, by the memory it has."""
+    """Return the output, the gradients, and the bytes that autograd saved by storage."""
     mlp.zero_grad()
     mlp.requires_grad_(trains)
     x = torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).to(next(mlp.parameters()).dtype)
     x.requires_grad_()
-    kept = {}
+    saved = {}
 
     def pack(tensor):
         if not isinstance(tensor, nn.Parameter):
-            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with hooks, torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
         y = function(mlp, x)
     y.float().square().sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in mlp.parameters() if p.requires_grad)], kept
+    return [y.detach(), x.grad, *(p.grad for p in mlp.parameters() if p.requires_grad)], saved
 
 
-@pytest.mark.parametrize(("make", "matrices"), [(make_mlp, 3), (make_vision_mlp, 4)])
+def make_silu_mlp(dtype=torch.float32):
+    return make_mlp(dtype, act="silu")
+
+
+@pytest.mark.parametrize(("make", "matrices"), [(make_mlp, 3), (make_vision_mlp, 4), (make_silu_mlp, 3)])
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(("dtype", "autocast"), PRECISIONS)
 def test_recomputed_mlp_equals_transformers_bitwise(make, matrices, dtype, autocast, trains):
     mlp = make(dtype)
     expected, _ = computed(lambda mlp, x: mlp(x), mlp, autocast, trains)
-    found, _ = computed(feed_forward, mlp, autocast, trains)
-    assert len(found) == len(expected) == 2 + trains * matrices
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    actual, _ = computed(feed_forward, mlp, autocast, trains)
+    assert len(actual) == len(expected) == 2 + trains * matrices
+    assert all(torch.equal(value, reference) for value, reference in zip(actual, expected, strict=True))
 
 
-@pytest.mark.parametrize(("make", "before", "now"), [(make_mlp, 4, 2), (make_vision_mlp, 2, 1)])
-def test_recomputed_mlp_saves_half_of_widest_tensors(make, before, now):
+@pytest.mark.parametrize(("make", "before", "after"), [(make_mlp, 4, 2), (make_vision_mlp, 2, 1)])
+def test_recomputed_mlp_saves_half_of_widest_tensors(make, before, after):
     mlp, wide = make(), ROWS * TOKENS * WIDE * 4
 
     def widest(function):
-        _, kept = computed(function, mlp)
-        return sum(size == wide for size in kept.values())
+        _, saved = computed(function, mlp)
+        return sum(size == wide for size in saved.values())
 
-    # The hooks of the test are not asked where those of the perceptron are: its product is in neither.
-    assert widest(lambda mlp, x: mlp(x)) == before and widest(feed_forward) == now
-
-
-def test_mlp_with_other_activation_equals_transformers():
-    mlp = make_mlp(act="silu")
-    expected, _ = computed(lambda mlp, x: mlp(x), mlp)
-    found, _ = computed(feed_forward, mlp)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    # The saved tensors of the recomputed product are in neither count.
+    assert widest(lambda mlp, x: mlp(x)) == before and widest(feed_forward) == after
 
 
 def test_recomputed_mlp_supports_repeated_backward():

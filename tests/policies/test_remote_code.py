@@ -1,4 +1,4 @@
-"""Code that comes with a policy: never run unasked, whichever way it is named; run, and named, where it is trusted."""
+"""Remote code of a policy: refused by default on every known path, run and logged where it is trusted."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 
 ROOT = Path(__file__).parents[2]
-# Ways in that work where nothing is in the way, of those that need no package that is not locked.
+# Exploits that work if trusted and need no package beyond the lock file.
 KNOWN_WAYS = {
     *("evo1.vlm_model_name", "gaussian_actor.vision_encoder_name", "pi0_fast.text_tokenizer_name"),
     *("pi0_fast.action_tokenizer_name", "smolvla.vlm_model_name", "xvla.tokenizer_name"),
@@ -31,10 +31,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(base, tmp_path_factory):
-    """What became of every exploit, by whether the user trusts such code; and what was logged.
-
-    In a Python process that has a token to steal.
-    """
+    """Run every exploit in a process with a Hub token, trusted and untrusted; return results and log."""
     scratch = tmp_path_factory.mktemp("outcomes")
     environment = {**os.environ, "HF_TOKEN": "hf_secret", "HF_HOME": str(scratch / "hf"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "tests.exploits", str(scratch), str(base)]
@@ -43,18 +40,15 @@ def outcomes(base, tmp_path_factory):
     return {**json.loads(done.stdout), "logged": done.stderr}
 
 
-def test_untrusted_remote_code_does_not_run(outcomes):
-    assert not [way for way, found in outcomes["untrusted"].items() if found["ran"]]
+def test_remote_code_runs_only_if_trusted(outcomes):
+    assert not [way for way, outcome in outcomes["untrusted"].items() if outcome["ran"]]
     assert KNOWN_WAYS | {"a class", "a step of robots", "an adapter's files"} <= outcomes["untrusted"].keys()
-
-
-def test_trusted_remote_code_runs(outcomes):
-    """Otherwise the test above would show nothing."""
-    assert {way for way, found in outcomes["trusted"].items() if found["ran"]} >= KNOWN_WAYS
+    # Each exploit works if trusted.
+    assert {way for way, outcome in outcomes["trusted"].items() if outcome["ran"]} >= KNOWN_WAYS
 
 
 def test_remote_code_error_names_code_and_trust_flag(outcomes):
-    # (pi0_fast itself hides the error of its second; the plan refuses the type before.)
+    # pi0_fast itself hides this error; the plan refuses the type before.
     for way in KNOWN_WAYS - {"pi0_fast.action_tokenizer_name"}:
         text = " ".join(outcomes["untrusted"][way]["errors"])
         assert "code that comes with" in text and "--policy.trust_remote_code true" in text, way
@@ -66,6 +60,6 @@ def test_trust_does_not_admit_classes_and_robot_steps(outcomes):
 
 
 def test_trusted_code_is_logged_and_reaches_read_tasks(outcomes):
-    """A step whose tokenizer is code: prepared on the driver, unpickled in a process that has never seen it."""
+    """Unpickle a step with a code tokenizer in a process that has never imported the code."""
     assert "running Tokenizer of" in outcomes["logged"] and "tokenizing.py (sha256" in outcomes["logged"]
     assert outcomes["unpickled"] == "Prepare"

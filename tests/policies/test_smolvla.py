@@ -1,4 +1,4 @@
-"""SmolVLA's loss against LeRobot's own: what it does not share with other families (`test_flow_losses.py`)."""
+"""SmolVLA's loss against LeRobot's own, beyond the shared tests of `test_flow_losses.py`."""
 
 import copy
 
@@ -49,13 +49,13 @@ def test_mean_over_parts_of_step_equals_lerobot_over_whole(backbone):
     policy, draws = make_policy(backbone), 2
     batch, noise, time = make_batch(policy, draws=draws)
     expected = sum(lerobots(policy, batch, noise[draw::draws], time[draw::draws])[0] for draw in range(draws)) / draws
-    loss, found = SmolVLALoss(policy), []
+    loss, recorded = SmolVLALoss(policy), []
     for rows in (slice(0, 1), slice(1, 3)):
         part = {key: value[rows] for key, value in batch.items()}
         part[MEAN_COUNT] = loss.count(batch) / 2
         of_draws = slice(rows.start * draws, rows.stop * draws)
-        found.append(loss(part, noise[of_draws], time[of_draws]))
-    torch.testing.assert_close(sum(found) / 2, expected)
+        recorded.append(loss(part, noise[of_draws], time[of_draws]))
+    torch.testing.assert_close(sum(recorded) / 2, expected)
 
 
 def test_aloha_space_equals_lerobot_and_leaves_batch(backbone):
@@ -72,30 +72,30 @@ def test_aloha_space_equals_lerobot_and_leaves_batch(backbone):
 @pytest.mark.parametrize("patches", [(4, 4), (3, 5), (7, 7), (6, 2)])
 def test_patch_positions_equal_transformers(patches):
     vision = SmolVLMVisionConfig(hidden_size=2, image_size=56, patch_size=8, num_attention_heads=1)
-    embeddings, found = SmolVLMVisionEmbeddings(vision), []
-    embeddings.position_embedding.register_forward_pre_hook(lambda _, arguments: found.append(arguments[0]))
+    embeddings, recorded = SmolVLMVisionEmbeddings(vision), []
+    embeddings.position_embedding.register_forward_pre_hook(lambda _, arguments: recorded.append(arguments[0]))
     rows, columns = patches
     embeddings(torch.zeros(1, 3, 8 * rows, 8 * columns), torch.ones(1, rows, columns, dtype=torch.bool))
-    assert torch.equal(patch_places(rows, columns, 7, torch.device("cpu")), found[0][0])
+    assert torch.equal(patch_places(rows, columns, 7, torch.device("cpu")), recorded[0][0])
 
 
 @pytest.mark.parametrize("options", [{}, {"add_image_special_tokens": True, "empty_cameras": 1}])
 def test_checked_attention_shapes_are_computed_shapes(backbone, monkeypatch, options):
     policy = make_policy(backbone, **options)
     choose_trainable(policy, "expert")
-    loss, seen = SmolVLALoss(policy, attention="sdpa"), set()
+    loss, computed = SmolVLALoss(policy, attention="sdpa"), set()
     attention = torch.nn.functional.scaled_dot_product_attention
 
-    def noted(query, key, value, bias, **options):
-        seen.add((query.shape[2], key.shape[2], bias.shape[2]))
+    def record_shapes(query, key, value, bias, **options):
+        computed.add((query.shape[2], key.shape[2], bias.shape[2]))
         return attention(query, key, value, bias, **options)
 
     arguments = make_batch(policy)
     prefix = loss.prefix(loss.inputs(arguments[0]))
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record_shapes)
     loss.velocity(*arguments[1:], prefix)
     shapes = {shape.name: shape for _, shape in loss.attentions(2, [12])}
     (heads,) = {layer.num_key_value_groups for layer, _ in loss.attentions(2, [12])}  # that share keys: more queries
     expected = [(heads * s.queries, s.keys, s.causal) for s in map(shapes.get, ("suffix", "cross"))]
-    assert seen == {(queries, keys, queries if causal else 1) for queries, keys, causal in expected}
+    assert computed == {(queries, keys, queries if causal else 1) for queries, keys, causal in expected}
     assert shapes["state"].keys == shapes["prefix"].keys + 1 == prefix.bias.shape[3]

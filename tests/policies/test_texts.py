@@ -1,4 +1,4 @@
-"""Instructions that travel as text: what is read is what was said, and only policies that read it get it."""
+"""Instructions passed to policies as text, through columns of bytes, to runs and LeRobot exports."""
 
 import json
 import pickle
@@ -31,8 +31,8 @@ def test_texts_survive_byte_column_round_trip():
     assert column.dtype == np.uint8 and column.shape == (len(TEXTS), LONGEST_BYTES)
     (batch,) = cuda_prefetcher([NumpyToTorchCollate(False)({TASK_BYTES: column})], torch.device("cpu"))
     assert with_texts(batch) == {"task": TEXTS}
-    without = {"action": torch.zeros(1)}
-    assert with_texts(without) is without
+    textless = {"action": torch.zeros(1)}
+    assert with_texts(textless) is textless
 
 
 @pytest.mark.parametrize("text", ["a" * (LONGEST_BYTES + 1), "é" * (LONGEST_BYTES // 2 + 1), "a\0b"])
@@ -49,7 +49,6 @@ def dataset(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["act", *READERS])
 def test_text_column_is_prepared_only_for_text_policies(dataset, tmp_path, kind):
-    """Those of the rows, in a column of numbers, in whichever process it is prepared."""
     with KINDS[kind].here():
         run = resolved(dataset, kind, tmp_path)
         rows = next(run.rows.source(stream=(0, run.rows.last_row)).read_rows(list(range(12)), 12))
@@ -88,6 +87,8 @@ def test_lerobot_loads_export_and_actions_follow_instruction(dataset, tmp_path, 
         )
         rows = next(run.rows.source(stream=(0, run.rows.last_row)).read_rows([0, 1, 2], 3))
         rows = {run.robots[0].own_names.get(key, key): values for key, values in rows.items()}
-        told = {"go to the red bin": "blue", "go to the blue bin": "red"}
-        found = open_loop_errors(policy, before, after, [rows], mean_action=np.zeros(3), other_instruction=told)
-    assert 0 < found["policy"]["mse"] != found["other_instruction"]["mse"] > 0
+        replacements = {"go to the red bin": "blue", "go to the blue bin": "red"}
+        errors = open_loop_errors(
+            policy, before, after, [rows], mean_action=np.zeros(3), other_instruction=replacements
+        )
+    assert 0 < errors["policy"]["mse"] != errors["other_instruction"]["mse"] > 0

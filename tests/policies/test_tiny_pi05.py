@@ -1,4 +1,4 @@
-"""The tiny PI0.5: LeRobot's own code loads, saves and runs it, and nothing of LeRobot's is left changed."""
+"""The tiny PI0.5, loaded, saved and run by LeRobot's own code."""
 
 from types import SimpleNamespace
 
@@ -13,11 +13,7 @@ from lerobot.policies.pi_gemma import PiGemmaRMSNorm
 
 from tests.tiny import make_config
 from vla_finetuning.policies import tiny_pi05
-from vla_finetuning.policies.tiny_pi05 import (
-    TinyPI05Policy,
-    make_tiny_base,
-    make_tokenizer,
-)
+from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base, make_tokenizer
 
 TASKS = ["Pick up the red cube.", "Open the drawer, slowly"]
 
@@ -56,7 +52,6 @@ def make_base(folder, *, features=None, **options):
 
 
 def load(folder):
-    """As LeRobot loads any policy."""
     config = PreTrainedConfig.from_pretrained(folder)
     policy = get_policy_class(config.type).from_pretrained(folder, config=config)
     return policy, *make_pre_post_processors(config, pretrained_path=str(folder))

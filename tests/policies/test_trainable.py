@@ -1,4 +1,4 @@
-"""What trains, and the dtype it is held in."""
+"""Trainable parameters by mode, and their dtypes, against PI0.5's own parameters."""
 
 import pytest
 import torch

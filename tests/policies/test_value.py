@@ -1,4 +1,4 @@
-"""The value function: its distribution against NumPy, what trains, what it sees."""
+"""The value function against NumPy and torch: distribution, loss, trainable parameters."""
 
 import numpy as np
 import torch
@@ -16,13 +16,13 @@ BINS = 11
 
 def test_two_bins_average_to_return():
     returns = np.array([-1.0, -0.97, -0.5, -0.4321, -0.05, 0.0, -2.5, 0.3], np.float32)
-    found = two_bins(torch.from_numpy(returns), BINS).numpy()
+    actual = two_bins(torch.from_numpy(returns), BINS).numpy()
     centres, expected = np.linspace(-1, 0, BINS), np.zeros((len(returns), BINS))
     for row, value in enumerate(np.clip(returns, -1, 0)):
         for bin, centre in enumerate(centres):  # a triangle around each centre
             expected[row, bin] = max(0.0, 1.0 - abs(value - centre) * (BINS - 1))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    np.testing.assert_allclose(found @ centres, np.clip(returns, -1, 0), atol=1e-6)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    np.testing.assert_allclose(actual @ centres, np.clip(returns, -1, 0), atol=1e-6)
 
 
 def make_loss(seed=0):
@@ -71,13 +71,13 @@ def test_value_loss_is_row_weighted_cross_entropy():
 
 
 def test_value_head_is_float32_under_autocast():
-    """An advantage is a small difference of values: of bins 0.1 wide, bfloat16 knows few values in between."""
+    """Advantages are small differences of values, which bfloat16 would round away."""
     loss = make_loss()
     torch.nn.init.normal_(loss.critic.output.weight)
     batch = make_batch(loss.policy, 3)[0]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        seen = loss._policy_loss[0]
-        keys_values, bias = seen.value_inputs(seen.prefix(loss.images(batch)))
+        policy_loss = loss._policy_loss[0]
+        keys_values, bias = policy_loss.value_inputs(policy_loss.prefix(loss.images(batch)))
         assert keys_values[0][0].dtype == torch.bfloat16
         logits, value = loss.logits(batch), loss.value(batch)
     with torch.no_grad():
@@ -88,7 +88,6 @@ def test_value_head_is_float32_under_autocast():
 
 
 def test_value_loss_exposes_compiler_of_policy():
-    """The loop asks for it before the first step."""
     compiler = Compiler("eager")
     assert ValueLoss(PI05Loss(make_policy(), compile=compiler), BINS, 0).compiler is compiler
     assert make_loss().compiler is None
