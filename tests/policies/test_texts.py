@@ -26,19 +26,16 @@ READERS = [kind for kind in KINDS if kind in FAMILIES and FAMILIES[kind].reads_t
 TEXTS = ["go to the red bin", "", "拿起瓶子", "two\nlines ", "é" * (LONGEST_BYTES // 2)]
 
 
-def test_texts_survive_byte_column_round_trip():
+def test_texts_survive_byte_column_round_trip_or_are_refused():
     column = as_bytes(TEXTS)
     assert column.dtype == np.uint8 and column.shape == (len(TEXTS), LONGEST_BYTES)
     (batch,) = cuda_prefetcher([NumpyToTorchCollate(False)({TASK_BYTES: column})], torch.device("cpu"))
     assert with_texts(batch) == {"task": TEXTS}
     textless = {"action": torch.zeros(1)}
     assert with_texts(textless) is textless
-
-
-@pytest.mark.parametrize("text", ["a" * (LONGEST_BYTES + 1), "é" * (LONGEST_BYTES // 2 + 1), "a\0b"])
-def test_too_long_instruction_is_refused(text):
-    with pytest.raises(ValueError, match=rf"the instruction .* has [\d,]+ bytes: at most {LONGEST_BYTES:,}.*shorten"):
-        as_bytes(["go", text])
+    for text in ("a" * (LONGEST_BYTES + 1), "é" * (LONGEST_BYTES // 2 + 1), "a\0b"):
+        with pytest.raises(ValueError, match=rf"instruction .* has [\d,]+ bytes: at most {LONGEST_BYTES:,}.*shorten"):
+            as_bytes(["go", text])
 
 
 @pytest.fixture(scope="module")
