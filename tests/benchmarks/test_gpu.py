@@ -1,4 +1,4 @@
-"""The command for the day that there is a GPU, on a day that there is none: all of it, tiny."""
+"""benchmarks/gpu.py on a CPU with tiny sizes: sections, their limits, and the table of results."""
 
 import json
 import os
@@ -94,29 +94,29 @@ def results(path, seconds=60.0):
 
 
 def test_measurement_longer_than_the_remaining_time_is_skipped(tmp_path):
-    taking = results(tmp_path / "found.json")
-    assert taking.take("long", 100.0, lambda: pytest.fail("it was begun")) is None
-    assert taking.entries["long"] == {"left_out": "takes about 100 s, and 60 s are left"}
-    assert taking.take("short", 1.0, lambda: 2) == 2
+    measured = results(tmp_path / "found.json")
+    assert measured.take("long", 100.0, lambda: pytest.fail("it was begun")) is None
+    assert measured.entries["long"] == {"left_out": "takes about 100 s, and 60 s are left"}
+    assert measured.take("short", 1.0, lambda: 2) == 2
 
 
 @pytest.mark.gate
 def test_contender_skips_batches_beyond_planned_memory(tmp_path, monkeypatch):
-    taking, made = results(tmp_path / "found.json"), []
+    measured, made = results(tmp_path / "found.json"), []
     monkeypatch.setattr(gpu, "make_contender", lambda *_: made.append(1))
     monkeypatch.setattr(gpu, "planned_bytes", lambda mode, size, device: {1: 10, 2: 20}.get(size))
     monkeypatch.setattr(step, "flops_per_sample", lambda *_, **__: None)
     monkeypatch.setattr(step, "measure", lambda _, columns, *rest: {"samples_per_s": len(columns[0]["action"])})
-    gpu.steps(taking, mode="full", name="ours", sizes=replace(gpu.TINY, batch_sizes=(1, 2, 4)), device=CPU)
-    assert list(taking.entries) == ["step, full, ours, 1 rows", "step, full, ours, 2 rows"] and made == [1]
-    assert taking.entries["step, full, ours, 1 rows"]["result"] == {
+    gpu.steps(measured, mode="full", name="ours", sizes=replace(gpu.TINY, batch_sizes=(1, 2, 4)), device=CPU)
+    assert list(measured.entries) == ["step, full, ours, 1 rows", "step, full, ours, 2 rows"] and made == [1]
+    assert measured.entries["step, full, ours, 1 rows"]["result"] == {
         "samples_per_s": 1,
         "mfu": None,
         "planned_bytes": 10,
     }
     monkeypatch.setattr(step, "measure", lambda *_: 1 / 0)
-    gpu.steps(taking, mode="full", name="naive", sizes=replace(gpu.TINY, peers_at=(1, 2)), device=CPU)
-    assert [name for name in taking.entries if "naive" in name] == ["step, full, naive, 1 rows"]
+    gpu.steps(measured, mode="full", name="naive", sizes=replace(gpu.TINY, peers_at=(1, 2)), device=CPU)
+    assert [name for name in measured.entries if "naive" in name] == ["step, full, naive, 1 rows"]
 
 
 def test_out_of_memory_of_a_peer_is_no_failure(tmp_path, monkeypatch):
@@ -125,12 +125,12 @@ def test_out_of_memory_of_a_peer_is_no_failure(tmp_path, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    taking = results(tmp_path / "found.json")
+    measured = results(tmp_path / "found.json")
     monkeypatch.setattr(gpu, "make_contender", full)
     monkeypatch.setattr(gpu, "planned_bytes", lambda *_: 10)
     for name in ("naive", "ours"):
-        gpu.steps(taking, mode="full", name=name, sizes=gpu.TINY, device=CPU)
-    assert gpu.table(taking.entries).splitlines()[1:] == [
+        gpu.steps(measured, mode="full", name=name, sizes=gpu.TINY, device=CPU)
+    assert gpu.table(measured.entries).splitlines()[1:] == [
         "step, full, naive, 2 rows  does not fit in the memory",
         "step, full, ours, 1 rows  OutOfMemoryError: CUDA out of memory",
         "host waits between log steps: not known, predicted 0",
@@ -181,11 +181,11 @@ def test_batch_sizes_are_limited_by_planned_memory(monkeypatch):
 @pytest.mark.gate
 def test_failing_gpu_tests_are_a_benchmark_error(tmp_path, monkeypatch):
     (tmp_path / "test_it.py").write_text("def test_it():\n    assert 1 == 2\n")
-    taking = results(tmp_path / "found.json")
-    taking.take("tests", 0.0, partial(gpu.gpu_tests, CPU, chosen=[str(tmp_path / "test_it.py"), "-c", os.devnull]))
-    error = taking.entries["tests"]["error"]
+    measured = results(tmp_path / "found.json")
+    measured.take("tests", 0.0, partial(gpu.gpu_tests, CPU, chosen=[str(tmp_path / "test_it.py"), "-c", os.devnull]))
+    error = measured.entries["tests"]["error"]
     assert error.startswith("RuntimeError: pytest ended with status 1\n") and "assert 1 == 2" in error
-    assert gpu.table(taking.entries).endswith("failed: tests")
+    assert gpu.table(measured.entries).endswith("failed: tests")
 
 
 def test_checkpoint_with_changed_bits_is_a_benchmark_error(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What benchmarks/serving.py compares, and that its result has a place before it measures."""
+"""benchmarks/serving.py compares equal devices; the folder of its result exists before it measures."""
 
 import sys
 

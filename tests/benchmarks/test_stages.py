@@ -1,4 +1,4 @@
-"""Benchmarks of several programs: flags that they accept, each program once, and the figures."""
+"""Benchmarks of several programs: their flags parse, each program runs once, and rates are counted."""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -38,10 +38,10 @@ def datasets(tmp_path, monkeypatch):
 
 def test_recap_stages_use_labels_of_their_value_function(datasets, tmp_path):
     options = Namespace(folder=tmp_path, seed=7, steps=5, value_steps=4, eval_episodes=3)
-    made = dict(parsed(recap.stages(options)))
-    assert list(made) == ["imitation", "value", "recap", "play-imitation", "play-recap"]
-    assert made["recap"].recap.labels == str(tmp_path / "value" / "labels.parquet")
-    assert made["play-recap"].advantage == "positive" and made["play-imitation"].advantage is None
+    planned = dict(parsed(recap.stages(options)))
+    assert list(planned) == ["imitation", "value", "recap", "play-imitation", "play-recap"]
+    assert planned["recap"].recap.labels == str(tmp_path / "value" / "labels.parquet")
+    assert planned["play-recap"].advantage == "positive" and planned["play-imitation"].advantage is None
     outcomes = read_json(tmp_path / "outcomes.json")
     assert len(outcomes) == 240 and list(outcomes.values()).count(False) == 72
 
@@ -70,11 +70,11 @@ def test_obeyed_episodes_reached_the_instructed_bin(tmp_path, monkeypatch):
     monkeypatch.setattr(insulation, "read_evaluation", lambda folder: (folders.append(folder), lines))
     monkeypatch.setattr(insulation, "run_stages", lambda stages: 0)
     assert insulation.main([f"--folder={tmp_path}", "--seeds=2", "--steps=5", "--every=2"]) == 0
-    found = read_json(tmp_path / "insulation.json")["success"]
-    assert list(found) == [f"{arm} {step}" for arm in insulation.ARMS for step in (2, 4, 5)] + ["writing 5"]
+    success = read_json(tmp_path / "insulation.json")["success"]
+    assert list(success) == [f"{arm} {step}" for arm in insulation.ARMS for step in (2, 4, 5)] + ["writing 5"]
     assert folders[0] == tmp_path / "seed1000" / "full" / "evaluations" / "step_00000002"
     assert folders[-1] == tmp_path / "seed2000" / "writing"
-    assert {(s["episodes"], s["obeyed"], s["reached"]) for s in found.values()} == {(6, 2, 4)}
+    assert {(s["episodes"], s["obeyed"], s["reached"]) for s in success.values()} == {(6, 2, 4)}
 
 
 def test_stages_run_once_and_resume_after_a_failure(tmp_path, monkeypatch):
@@ -88,6 +88,6 @@ def test_stages_run_once_and_resume_after_a_failure(tmp_path, monkeypatch):
         (tmp_path / argv[0].removeprefix("--name=")).write_text("done")
         return 0
 
-    made = [Stage(program, {"name": name}, tmp_path / name) for name in "abc"]
-    assert [run_stages(made) for _ in range(3)] == [4, 0, 0]
+    planned = [Stage(program, {"name": name}, tmp_path / name) for name in "abc"]
+    assert [run_stages(planned) for _ in range(3)] == [4, 0, 0]
     assert calls == [["--name=a"], ["--name=b"], ["--name=b"], ["--name=c"]]

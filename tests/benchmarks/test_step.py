@@ -1,4 +1,4 @@
-"""What `benchmarks/step.py` measures is what it says: the same training, and only ours reads nothing."""
+"""benchmarks/step.py: its updates equal LeRobot's, and only ours reads nothing from the device."""
 
 import argparse
 import itertools
@@ -102,8 +102,8 @@ def test_out_of_memory_contender_does_not_stop_the_others(monkeypatch):
     monkeypatch.setattr(step, "CONTENDERS", {"naive": full, "ours": lambda *_: "ours"})
     monkeypatch.setattr(step, "measure_at", lambda *_: {"ms_per_sample": 1.0})
     options = argparse.Namespace(modes="full", batch_sizes="1,8", rounds=2, global_batch=8, seconds=0.0)
-    found = step.compare(options, CPU)["full"]
-    assert found["naive"] == {} and {size: len(samples) for size, samples in found["ours"].items()} == {1: 2, 8: 2}
+    cells = step.compare(options, CPU)["full"]
+    assert cells["naive"] == {} and {size: len(samples) for size, samples in cells["ours"].items()} == {1: 2, 8: 2}
 
 
 def test_ratios_compare_equal_and_best_batches():

@@ -1,4 +1,4 @@
-"""ci/validate_build_yaml.py: the project's own build.yaml passes; each way to get it wrong is named with its line."""
+"""ci/validate_build_yaml.py: the project's own build.yaml passes; each fault is reported with its line."""
 
 import http.server
 import json
@@ -33,7 +33,7 @@ def edit(path, old, new):
 
 
 def faults(project, capsys, *arguments):
-    """The faults, without the folder before them; and that the exit status says whether there are any."""
+    """Return the faults with relative paths, and check the exit status."""
     status = main([str(project / "build.yaml"), *(arguments or ["--no-network"])])
     lines = capsys.readouterr().err.replace(f"{project}/", "").splitlines()
     assert status == (1 if lines else 0)
@@ -70,8 +70,8 @@ def faults(project, capsys, *arguments):
 )
 def test_build_yaml_fault_is_reported_with_its_line(project, capsys, file, old, new, line, message):
     edit(project / file, old, new)
-    found = faults(project, capsys)
-    assert any(re.match(rf"{re.escape(file)}:{line}: ", one) and message in one for one in found), found
+    lines = faults(project, capsys)
+    assert any(re.match(rf"{re.escape(file)}:{line}: ", text) and message in text for text in lines), lines
 
 
 def test_other_anyscale_keys_are_accepted(project, capsys):
@@ -88,7 +88,7 @@ def test_all_build_yaml_faults_are_reported_at_once(project, capsys):
     edit(project / "build.yaml", "-py312", "-py311")
     edit(project / "build.yaml", "GCP: configs/gcp_l4.yaml", "GCP: configs/none.yaml")
     edit(project / "configs/aws_l4.yaml", "    CPU: 0\n", "    CPU: 1\n")
-    assert [one.partition(": ")[0] for one in faults(project, capsys)] == [
+    assert [line.partition(": ")[0] for line in faults(project, capsys)] == [
         "configs/aws_l4.yaml:7",
         "build.yaml:10",
         "build.yaml:7",
@@ -117,8 +117,8 @@ class Registry(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_GET(self):
-        asked = self.path == "/token?service=r&scope=repository%3Ax%3Apull"
-        self.send_response(200 if asked else 400)
+        is_token_request = self.path == "/token?service=r&scope=repository%3Ax%3Apull"
+        self.send_response(200 if is_token_request else 400)
         self.end_headers()
         self.wfile.write(json.dumps({"token": "anonymous"}).encode())
 
@@ -137,8 +137,8 @@ def registry():
 def test_missing_image_in_registry_is_reported(project, capsys, registry):
     assert faults(project, capsys, f"--registry={registry}") == []
     edit(project / "build.yaml", "-cu128", "-cu126")
-    assert "build.yaml:7: " in (found := faults(project, capsys, f"--registry={registry}")[0])
-    assert f"{registry} has no such image" in found
+    (fault,) = faults(project, capsys, f"--registry={registry}")
+    assert "build.yaml:7: " in fault and f"{registry} has no such image" in fault
     edit(project / "build.yaml", "-cu126", "-cu130")
     assert "answered 403" in faults(project, capsys, f"--registry={registry}")[0]
 

@@ -1,4 +1,4 @@
-"""configs/: every cluster file is well formed, its arithmetic is what it says, and its command is one we understand."""
+"""configs/: cluster files are valid, state their hardware, and start the program with flags that it parses."""
 
 import re
 import shlex
@@ -142,10 +142,10 @@ def test_documented_driver_matches_cuda_of_the_lock():
     (major,) = re.findall(
         r"^nvidia-cuda-runtime==(\d+)\.", (ROOT / "requirements.lock").read_text(), flags=re.MULTILINE
     )
-    said = f"NVIDIA driver {DRIVERS[int(major)]} or newer (CUDA {major})"
+    requirement = f"NVIDIA driver {DRIVERS[int(major)]} or newer (CUDA {major})"
     for name in ("README.md", "Containerfile", "job.yaml", "rayjob.yaml"):
-        assert said in (CONFIGS / name).read_text(), name
-    assert said in (ROOT / "build.yaml").read_text()
+        assert requirement in (CONFIGS / name).read_text(), name
+    assert requirement in (ROOT / "build.yaml").read_text()
 
 
 def test_container_copies_every_imported_module():

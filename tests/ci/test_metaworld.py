@@ -1,4 +1,4 @@
-"""`make metaworld`: a lock that changes nothing of the other one, and what it does about Debian's libraries."""
+"""`make metaworld`: its lock agrees with requirements.lock, and Debian's libraries are installed by root only."""
 
 import os
 import re
@@ -18,11 +18,11 @@ def pins(name):
 
 def test_metaworld_lock_agrees_with_requirements_lock():
     """Pins of another version would be put over those of requirements.lock."""
-    held = pins("requirements-metaworld.lock")
-    assert pins("requirements-metaworld.txt").items() <= held.items()
-    assert (ROOT / "requirements-metaworld.lock").read_text().count("--hash=sha256:") > len(held)
-    shared = {name: version for name, (version, *_) in locked().items() if name in held}
-    assert len(shared) > 5 and shared == {name: held[name] for name in shared}
+    locked_versions = pins("requirements-metaworld.lock")
+    assert pins("requirements-metaworld.txt").items() <= locked_versions.items()
+    assert (ROOT / "requirements-metaworld.lock").read_text().count("--hash=sha256:") > len(locked_versions)
+    shared = {name: version for name, (version, *_) in locked().items() if name in locked_versions}
+    assert len(shared) > 5 and shared == {name: locked_versions[name] for name in shared}
 
 
 @pytest.mark.parametrize(("user", "status"), [("0", 0), ("1000", 1)])

@@ -1,4 +1,4 @@
-"""`make mutants`: what it changes, and that the tests see the change while no file does."""
+"""`make mutants`: it changes behaviour only, in memory, and tests import the mutant."""
 
 import subprocess
 import sys
@@ -18,8 +18,8 @@ def limited(x: "int | None", most=3, text="1 < 2") -> int:
 
 
 def test_mutants_change_behaviour_only():
-    found = mutants.mutants(SOURCE)
-    assert {(mutant.line, mutant.before, mutant.after) for mutant in found} == {
+    mutated = mutants.mutants(SOURCE)
+    assert {(mutant.line, mutant.before, mutant.after) for mutant in mutated} == {
         (3, "3", "4"),
         (3, "3", "2"),
         (5, "x is None or not text", "not (x is None or not text)"),
@@ -30,7 +30,7 @@ def test_mutants_change_behaviour_only():
         (7, "min", "max"),
         (7, "x + most", "x - most"),
     }
-    (text,) = [mutant.text for mutant in found if mutant.after == "x - most"]
+    (text,) = [mutant.text for mutant in mutated if mutant.after == "x - most"]
     assert text == SOURCE.replace("é{x + most}", "é{(x - most)}")
 
 

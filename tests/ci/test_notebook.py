@@ -42,8 +42,8 @@ def test_notebook_has_parameters_and_figures(book):
 def test_notebook_defines_no_functions(book):
     defining = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
     for cell in code_cells(book):
-        found = [node for node in ast.walk(parsed(cell)) if isinstance(node, defining)]
-        assert not found, f"cell {cell.id} defines something; that belongs into a module"
+        definitions = [node for node in ast.walk(parsed(cell)) if isinstance(node, defining)]
+        assert not definitions, f"cell {cell.id} defines something; that belongs into a module"
         assert len(cell.source.splitlines()) <= MAX_CELL_LINES, f"cell {cell.id} is long"
 
 
@@ -52,26 +52,19 @@ def test_notebook_parameters_reach_the_program(book):
     values = {node.targets[0].id: ast.literal_eval(node.value) for node in parsed(cell).body}
     assert values.keys() >= PARAMETERS and values["preset"] == "demo"
     # Every one of them reaches the program.
-    (given,) = (cell for cell in book.cells if cell.id == "run")
-    chosen = {
-        "preset": "l4",
-        "dataset": "/data/robot",
-        "policy": "lerobot/pi05_base",
-        "workers": "2,8",
-        "steps": 7,
-        "output_dir": "/shared/run",
-        "more": "--seed 3",
-    }
-    asked = []
+    (run,) = (cell for cell in book.cells if cell.id == "run")
+    chosen = {"preset": "l4", "dataset": "/data/robot", "policy": "lerobot/pi05_base", "workers": "2,8"}
+    chosen |= {"steps": 7, "output_dir": "/shared/run", "more": "--seed 3"}
+    calls = []
     around = {"resolve": lambda config, gpus: config, "parse_args": parse_args, "shlex": shlex}
-    names = chosen | around | {"gpus_found": lambda *of: asked.append(of)}
+    names = chosen | around | {"gpus_found": lambda *arguments: calls.append(arguments)}
     assert chosen.keys() == values.keys()
-    exec(given.source, names)
+    exec(run.source, names)
     config = names["run"]
     assert (config.preset, config.dataset.root, config.policy_path) == ("l4", "/data/robot", "lerobot/pi05_base")
     assert (config.scaling.min_workers, config.scaling.num_workers, config.steps) == (2, 8, 7)
     assert (config.output_dir, config.seed) == ("/shared/run", 3)
-    assert asked == [(config.scaling, "l4")]
+    assert calls == [(config.scaling, "l4")]
 
 
 @pytest.mark.filterwarnings("ignore:.*to a meta parameter")
@@ -83,8 +76,8 @@ def test_notebook_loads_policy_on_lerobots_device(book, tmp_path, monkeypatch):
     (load,) = (cell for cell in book.cells if cell.id == "load")
     names = {"output_dir": str(tmp_path), "robot": ""}
     exec(load.source, names)
-    seen = {"observation.state": torch.zeros(4), "observation.images.0": torch.zeros(3, 28, 28), "task": "go"}
-    tensors = [value for value in names["preprocess"](seen).values() if isinstance(value, torch.Tensor)]
+    observation = {"observation.state": torch.zeros(4), "observation.images.0": torch.zeros(3, 28, 28), "task": "go"}
+    tensors = [value for value in names["preprocess"](observation).values() if isinstance(value, torch.Tensor)]
     assert len(tensors) == 4
     assert {tensor.device.type for tensor in [*tensors, *names["trained"].parameters()]} == {"meta"}
 

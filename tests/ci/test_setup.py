@@ -1,4 +1,4 @@
-"""The set-up's promises: a lock that stands for requirements.txt, and a `make setup` that repeats nothing."""
+"""`make setup` repeats nothing and reports failures; the lock agrees with requirements.txt."""
 
 import importlib.metadata
 import itertools

@@ -1,4 +1,4 @@
-"""ci/smoke_notebook.sh and ci/check_notebook.py: a run that is not whole does not pass."""
+"""ci/smoke_notebook.sh and ci/check_notebook.py refuse incomplete runs of a notebook."""
 
 import os
 import subprocess
