@@ -91,11 +91,13 @@ def test_fetch_reports_hub_errors_with_remedy(hub, refusal, error, message):
 def test_fetch_without_network_names_offline_mode(hub, monkeypatch):
     hub.shutdown()
     hub.server_close()
-    with pytest.raises(OSError, match="the Hub cannot be reached, and revision 'v3.0' is not in.*HF_HUB_OFFLINE"):
+    with pytest.raises(OSError, match="the Hub cannot be reached, and it is not in.*HF_HUB_OFFLINE"):
         fetch_dataset(hub.repo_id)
 
 
-def test_fetch_uses_cached_revision_without_network(hub, tmp_path):
+@pytest.mark.parametrize("name", ["v3.0", "main"])
+def test_fetch_uses_cached_revision_without_network(hub, tmp_path, name):
+    hub.commits[name] = hub.commits.pop("main")
     expected = fetch_dataset(hub.repo_id)
     hub.shutdown()
     hub.server_close()

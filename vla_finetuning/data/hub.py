@@ -30,15 +30,16 @@ def resolve_commit(
     from huggingface_hub.errors import RevisionNotFoundError, RevisionResolutionError
 
     name, resolve = revision or default_revision, HfApi().resolve_revision
-    with explaining_errors(repo_id, name, repo_type):
+    with explaining_errors(repo_id, revision, repo_type):
         try:
             return resolve(repo_id, repo_type=repo_type, revision=name, cache_dir=cache_dir).resolved
         except RevisionNotFoundError:
             if name == revision:
                 raise
-            return resolve(repo_id, repo_type=repo_type, cache_dir=cache_dir).resolved
         except RevisionResolutionError as error:
-            raise error.__cause__ or error from None
+            if name == revision:
+                raise error.__cause__ or error from None
+        return resolve_commit(repo_id, None, repo_type=repo_type, cache_dir=cache_dir)
 
 
 def download_snapshot(repo_id: str, commit: str, *, repo_type: str, **options: Any) -> str:
