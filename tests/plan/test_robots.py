@@ -255,7 +255,8 @@ def test_relative_statistics_match_numpy_over_strided_chunks(folder, tmp_path, s
     stats = run.robots[0].stats["action"]
     for name, expected in (("min", chunks.min(0)), ("max", chunks.max(0)), ("mean", chunks.mean(0))):
         np.testing.assert_allclose(stats[name], expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(stats["q99"], np.quantile(chunks, 0.99, axis=0), atol=0.03 * np.ptp(chunks))
+    q99 = np.quantile(chunks, 0.99, axis=0, method="higher")
+    np.testing.assert_allclose(stats["q99"], q99, atol=0.001 * np.ptp(chunks))
 
 
 def test_mixed_loss_and_gradient_match_single_robots(both):
