@@ -146,7 +146,7 @@ def test_tilde_in_output_dir_is_expanded_on_resume(tmp_path, monkeypatch):
         ([*DATA, "--dataset.max_skipped=0.1"], "max_skipped=0.1 does nothing without --dataset.on_error=skip"),
         ([*DATA, "--dataset.image_transforms.random_order"], "does nothing without --dataset.image_transforms.enable"),
         ([*DATA, "--config_path=/none.json"], "^/none.json: cannot be read as JSON .*; give a run's config.json"),
-        ([*DATA, "--policy.private=true"], "--policy.private=true: which repository[?] give --policy.repo_id"),
+        ([*DATA, "--policy.private=true"], "private=true does nothing without --policy.repo_id"),
         ([*DATA, "--keep_best=1,success"], "--keep_best=N,success: in which environment"),
         ([*DATA, "--env.type=pusht", "--keep_best=1,success", "--export=best"], "leave one of them out"),
         ([*LOSSES, "--keep_best=1,loss"], "--save_freq that is a multiple of --eval_steps"),
@@ -210,6 +210,11 @@ def test_option_without_effect_is_accepted_on_resume(started):
     _, resume = started("--dataset.on_error=skip", "--dataset.max_skipped=0.5")
     resumed = parse_args([*resume, "--dataset.on_error=stop"])
     assert (resumed.dataset.on_error, resumed.dataset.max_skipped) == ("stop", 0.5)
+    saved = parse_args([*DATA, resume[0], "--policy.repo_id=a/b", "--policy.private=true"])
+    save(replace(saved, policy_repo_id=None), Path(saved.output_dir))
+    assert parse_args(resume).policy_private  # of an earlier version
+    save(parse_value([*DATA, resume[0], "--value.backbone=true", "--value.backbone_lr=1e-4"]), Path(saved.output_dir))
+    assert parse_value([*resume, "--value.backbone=true"]).value.backbone_lr == 1e-4
 
 
 def test_option_conditions_name_known_options_and_valid_values():

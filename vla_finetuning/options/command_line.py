@@ -42,12 +42,12 @@ from vla_finetuning.terminal import print_safe_text
 COSINE = ["warmup_frac", "final_lr_frac"]
 # Flags for one setting: each replaces the preset's or the saved values of the others.
 REPLACES = {"steps": ["num_epochs"], "num_epochs": ["steps"], "optimizer.lr": ["lr"], "scheduler.*": COSINE}
-REPLACES["value.backbone"] = ["value.backbone_lr"]
 # The same for a new run with the options of another one; a resumed run keeps its policy and data.
 POLICY = ["policy.path", "policy.type", "policy.pretrained_revision"]
 DATA = ["dataset.root", "dataset.repo_id", "dataset.mixture", "dataset.revision"]
 DATA += ["dataset.episodes", "dataset.exclude_episodes"]
-SOURCES = {"policy.path": POLICY, "policy.type": POLICY} | dict.fromkeys(DATA[:3], DATA)
+SOURCES = {"policy.path": POLICY, "policy.type": POLICY, "value.backbone": ["value.backbone_lr"]}
+SOURCES |= dict.fromkeys(DATA[:3], DATA)
 # Groups of options that only one program's runs have.
 OWN_GROUPS = {"recap": "vla.py", "grpo": "grpo.py", "value": "value.py"}
 # Flags that set two options.

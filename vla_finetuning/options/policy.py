@@ -108,5 +108,5 @@ class PushOptions:
         None,
         "Make the repository private.",
         flag="policy.private",
-        requires={"policy.repo_id": "which repository?"},
+        only_with="policy.repo_id",
     )
