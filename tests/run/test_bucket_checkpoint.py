@@ -281,7 +281,7 @@ def here(wanted):
 
 
 def test_run_resumes_from_local_state_after_store_outage(run, faults, tmp_path, monkeypatch):
-    """The run stops, and goes on from what it leaves on the node, lines included."""
+    """The run stops, and resumes from the checkpoint and log lines on the node."""
     training, error, step = stopped_by_the_store(run, faults)
     run = training.job.output_dir
     kept = unsent_folder(run / "checkpoints" / f"step_{step:08d}")
@@ -326,7 +326,7 @@ def test_unusable_local_state_is_refused(run, faults, tmp_path):
 
 
 def test_failed_move_of_local_state_preserves_the_previous_one(run, faults, monkeypatch):
-    """What was kept before stays, and no `state.json` names files that are not kept."""
+    """The earlier local state remains, and no `state.json` names files that are absent."""
     training = Training(run, start_attempt(run, 0, 1))
     faults.choose, training.job.timeouts = lambda request: "503", Timeouts(store=10)
     assert training.save(4) is None

@@ -1,4 +1,4 @@
-"""Runs whose home is a bucket, by the program itself, broken on purpose; `check_rows` says what became of every row."""
+"""The program on runs in a bucket with planted faults, against a run on a disk; `check_rows` counts every row."""
 
 import json
 import re
@@ -161,7 +161,7 @@ def test_bucket_run_resumes_on_another_machine_after_driver_kill(setting, faults
 def test_two_nodes_resume_from_local_parts_after_store_outage(
     undisturbed, setting, faults, short_folder, monkeypatch, capfd
 ):
-    """Two nodes with disks of their own write parts of a checkpoint; the run goes on from what they have kept."""
+    """Two nodes with disks of their own write parts of a checkpoint; the run resumes from them."""
     url, disks = "s3://runs/two_nodes", [Path(short_folder, name) for name in ("a", "b")]
     monkeypatch.setenv("PYTHONPATH", str(clusters.ROOT))
     with clusters.of_several_nodes(num_cpus=0, include_dashboard=False, object_store_memory=3 * 10**8) as nodes:
@@ -206,14 +206,14 @@ def test_two_nodes_resume_from_local_parts_after_store_outage(
 def test_value_function_and_recap_run_in_a_bucket(setting, cluster):
     folder, root, _ = setting
     (folder / "outcomes.json").write_text(json.dumps(dict(enumerate([1, 0, 1, 0, 1, 0]))))
-    there = "s3://runs/value"
-    argv = flags(setting, there, steps=2, save_freq=1, **{"outcome.success": f"@{folder / 'outcomes.json'}"})
+    labels_run = "s3://runs/value"
+    argv = flags(setting, labels_run, steps=2, save_freq=1, **{"outcome.success": f"@{folder / 'outcomes.json'}"})
     argv = [flag for flag in argv if not flag.startswith(("--train.mode", "--lr", "--run.record"))]
     assert value.main([*argv, "--value.horizon=3", "--dataset.eval_split=0"]) == 0
-    assert {"labels.parquet", "report.html", "finished.json"} <= Bucket(there).names()
+    assert {"labels.parquet", "report.html", "finished.json"} <= Bucket(labels_run).names()
     learned, meta = "s3://runs/learned_from_labels", load_metadata(root)
     words = [*meta.tasks.values(), "Advantage: positive", "Advantage: negative"]
-    told = make_base(folder / "told", meta, chunk_size=8, tasks=words)
-    changes = {"steps": 2, "policy.path": told, "recap.labels": f"{there}/labels.parquet"}
+    base = make_base(folder / "recap_base", meta, chunk_size=8, tasks=words)
+    changes = {"steps": 2, "policy.path": base, "recap.labels": f"{labels_run}/labels.parquet"}
     assert vla.main(flags(setting, learned, **changes)) == 0
     assert "pretrained_model/model.safetensors" in Bucket(learned).names()

@@ -1,4 +1,4 @@
-"""The log of a run, without Ray: what a line holds and how it is printed."""
+"""The log of a run, without Ray: its lines, how they are printed, and the limit of skipped rows."""
 
 import json
 import socket
