@@ -167,14 +167,14 @@ def prepare(case):
 
 def test_prepare_treats_blocks_independently_and_read_only(case, prepare):
     columns = case.rows(INDICES)
-    whole = prepare(columns)
+    undivided = prepare(columns)
     for value in columns.values():
         value.flags.writeable = False
     before = {key: value.copy() for key, value in columns.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parts = [prepare({key: value[rows] for key, value in columns.items()}) for rows in (slice(0, 2), slice(2, 5))]
-    for key, expected in whole.items():
+    for key, expected in undivided.items():
         np.testing.assert_array_equal(np.concatenate([part[key] for part in parts]), expected)
     for key, value in before.items():
         np.testing.assert_array_equal(columns[key], value)
@@ -413,9 +413,9 @@ def test_tokenizer_that_exhausts_time_or_memory_is_refused(tmp_path, monkeypatch
         pattern = {"Regex": "a{0,900}a{0,900}[^a!]"}
         changes = {"pre_tokenizer": {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}}
     else:
-        whole = {"Sequence": {"id": "A", "type_id": 0}}
-        template = {"type": "TemplateProcessing", "single": [whole] * 50_000, "special_tokens": {}}
-        changes = {"post_processor": template | {"pair": [whole, {"Sequence": {"id": "B", "type_id": 1}}]}}
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        template = {"type": "TemplateProcessing", "single": [text] * 50_000, "special_tokens": {}}
+        changes = {"post_processor": template | {"pair": [text, {"Sequence": {"id": "B", "type_id": 1}}]}}
     written_tokenizer(folder / "tokenizer", **changes)
     with pytest.raises(ValueError, match="tokenizer.json: .* takes more than 1 s of CPU time or 1 GiB"):
         make_processors(folder, case.config, case.meta.stats)

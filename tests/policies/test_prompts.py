@@ -61,7 +61,7 @@ def test_prompt_lengths_avoid_lengths_of_faulty_kernels(cameras):
         ([[1] * 6], 8),
         ([[0, 0, 0, 0, 1, 1]], 8),
     ],
-    ids=["short", "the longest decides", "longer than the tokenizer's", "padded on the left"],
+    ids=["short", "longest row decides", "beyond tokenizer limit", "left padding"],
 )
 def test_cut_prompts_preserve_unmasked_tokens(counts, length):
     mask = np.array(counts, bool)
