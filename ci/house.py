@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +29,8 @@ TARGETS = {
     "packages in a circle": (0, True),
     "% of docstrings that begin without a verb": (3, True),
     "% of names that say nothing": (0.5, True),
+    "% of names in tests that say nothing": (3, True),
+    "% of tests named by riddles": (1, True),
     "branches on a bucket": (0, False),
     "branches on robots or none": (0, False),
 }
@@ -36,6 +38,12 @@ VERBLESS = re.compile(r"(What|Whether|Of|Where|Those|How|Which|Who|As|All|So|Unt
 EMPTY_NAME = re.compile(
     r"(found|own|given|asked|left|there|here|one|whole|said|told|of|others|wanted|each|kept|drawn|known|kind|which|how"
     r"|what|where|beside|taken|made|held|shown|came|begun|of_\w*)$"
+)
+
+# Words in the name of a test that leave its subject or its effect to be guessed.
+RIDDLE = re.compile(
+    r"test_(\w+_)?(told|said|kept|dealt|asked|found|made|there|what|whose|which|who|goes|comes|are_left|begun|taken|seen"
+    r"|given|drawn|whole)(_|$)"
 )
 
 Graph = Mapping[str, Iterable[str]]
@@ -143,26 +151,35 @@ def _bucket_branches(tree: ast.AST) -> int:
     return sum(asks(test) or any(ast.unparse(o) in answers for o in _operands(test)) for test in tests)
 
 
-def _measure_words(trees: Iterable[ast.AST]) -> dict[str, float]:
-    docstrings, names, robots = [], [], 0
-    for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            docstrings += [ast.get_docstring(node) or ""]
-        elif isinstance(node, ast.arg):
-            names.append(node.arg)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.append(node.id)
-        elif isinstance(node, (ast.If, ast.IfExp)):
-            robots += any("robots" in (getattr(o, "id", ""), getattr(o, "attr", "")) for o in _operands(node.test))
-    docstrings = [text.lstrip("`") for text in docstrings if text]
+def _percent(pattern: re.Pattern[str], texts: list[str]) -> float:
+    return 100 * sum(bool(pattern.match(text)) for text in texts) / max(len(texts), 1)
 
-    def percent(pattern: re.Pattern[str], texts: list[str]) -> float:
-        return 100 * sum(bool(pattern.match(text)) for text in texts) / max(len(texts), 1)
 
+def _nodes(texts: Iterable[str]) -> list[ast.AST]:
+    return [node for text in texts for node in ast.walk(ast.parse(text))]
+
+
+def _variables(nodes: Iterable[ast.AST]) -> list[str]:
+    """Return the names of arguments and of variables, once for each assignment."""
+    stored = (node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return [*(node.arg for node in nodes if isinstance(node, ast.arg)), *stored]
+
+
+def _functions(nodes: Iterable[ast.AST]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def _measure_words(library: Sequence[ast.AST], tests: Sequence[ast.AST]) -> dict[str, float]:
+    docstrings = [text.lstrip("`") for node in _functions(library) if (text := ast.get_docstring(node))]
+    conditions = [node.test for node in library if isinstance(node, (ast.If, ast.IfExp))]
+    named = [{getattr(o, key, "") for o in _operands(test) for key in ("id", "attr")} for test in conditions]
+    tested = [node.name for node in _functions(tests) if node.name.startswith("test_")]
     return {
-        "% of docstrings that begin without a verb": percent(VERBLESS, docstrings),
-        "% of names that say nothing": percent(EMPTY_NAME, names),
-        "branches on robots or none": robots,
+        "% of docstrings that begin without a verb": _percent(VERBLESS, docstrings),
+        "% of names that say nothing": _percent(EMPTY_NAME, _variables(library)),
+        "% of names in tests that say nothing": _percent(EMPTY_NAME, _variables(tests)),
+        "% of tests named by riddles": _percent(RIDDLE, tested),
+        "branches on robots or none": sum("robots" in names for names in named),
     }
 
 
@@ -172,6 +189,7 @@ def measure(root: Path) -> dict[str, float]:
     tools = {name for name in paths if _package(name) in ("diagnostics", "benchmarks")}
     texts = {name: path.read_text() for name, path in paths.items()}
     library = [text for name, text in texts.items() if name not in tools]
+    tests = [path.read_text() for path in (root / "tests").rglob("*.py")]
     program = ast.parse(texts["vla"])
     trains = [node for node in program.body if isinstance(node, ast.FunctionDef) and node.name == "train"]
     imported = [node for node in ast.walk(program) if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -179,12 +197,12 @@ def measure(root: Path) -> dict[str, float]:
     figures = {
         "lines of the library": sum(text.count("\n") for text in library),
         "lines of diagnostics and benchmarks": sum(texts[name].count("\n") for name in tools),
-        "lines of tests": sum(path.read_text().count("\n") for path in (root / "tests").rglob("*.py")),
+        "lines of tests": sum(text.count("\n") for text in tests),
         "lines of train in vla.py": sum((node.end_lineno or 0) - node.lineno + 1 for node in trains),
         "names imported by vla.py": sum(len(node.names) for node in imported),
         "flags of vla.py": len(set(re.findall(r"^\| `(--[\w.]+)`", flags, re.M))),
         **_measure_imports(root),
-        **_measure_words(ast.parse(text) for name, text in texts.items() if name not in tools),
+        **_measure_words(_nodes(library), _nodes(tests)),
         "branches on a bucket": sum(
             _bucket_branches(ast.parse(text)) for name, text in texts.items() if not name.endswith(".mirror")
         ),

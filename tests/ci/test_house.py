@@ -34,7 +34,7 @@ def what(given, of_rows):
     "vla_finetuning/policies/first.py": "",
     "benchmarks/step.py": "import vla\nfrom tests import tiny\n",
     "ci/check.py": "kept = 1\n",
-    "tests/deep/test_step.py": "1\n2\n3\n",
+    "tests/deep/test_step.py": "def test_what_is_told(found):\n    loss = 1\n\n",
     "docs/flags.md": "## python vla.py\n| `--lr` |\n| `--train.mode` |\n| `--lr` |\n## python grpo.py\n| `--kl` |\n",
 }
 FIGURES = {
@@ -50,6 +50,8 @@ FIGURES = {
     "packages in a circle": 0,
     "% of docstrings that begin without a verb": 50,
     "% of names that say nothing": 100 * 3 / 6,  # given, of_rows and found, of those and run, names and located
+    "% of names in tests that say nothing": 50,
+    "% of tests named by riddles": 100,
     "branches on a bucket": 2,
     "branches on robots or none": 1,
 }
