@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from tests.data.test_metadata_v2 import as_v2
@@ -97,10 +98,11 @@ def test_fetch_without_network_names_offline_mode(hub, monkeypatch):
 
 @pytest.mark.parametrize("name", ["v3.0", "main"])
 def test_fetch_uses_cached_revision_without_network(hub, tmp_path, name):
-    hub.commits[name] = hub.commits.pop("main")
+    hub.commits = {name: hub.commits["main"]}
     expected = fetch_dataset(hub.repo_id)
     hub.shutdown()
     hub.server_close()
+    huggingface_hub.close_session()  # its open connections would still be answered
     assert fetch_dataset(hub.repo_id) == expected
     shutil.rmtree(tmp_path / "cache" / "datasets--somebody--arm" / "trees")  # an earlier client lists no files there
     assert fetch_dataset(hub.repo_id) == expected
