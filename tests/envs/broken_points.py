@@ -11,7 +11,7 @@ from tests.envs.point import Point
 from vla_finetuning.envs.configs import _features
 
 
-class Says(Point):
+class Reports(Point):
     """Returns another info and reward than `Point`."""
 
     def __init__(self, info=None, reward=0.0):
@@ -84,11 +84,11 @@ class Named(Point):
 
 DEFECTS = {
     "Listed": (Listed, {}),
-    "Silent": (Says, {"info": {"score": 1.0}}),
-    "NaN": (Says, {"info": {"is_success": float("nan")}}),
-    "Text": (Says, {"info": {"is_success": "no"}}),
-    "Words": (Says, {"info": {"is_success": False}, "reward": "much"}),
-    "NaNReward": (Says, {"info": {"is_success": False}, "reward": float("nan")}),
+    "Silent": (Reports, {"info": {"score": 1.0}}),
+    "NaN": (Reports, {"info": {"is_success": float("nan")}}),
+    "Text": (Reports, {"info": {"is_success": "no"}}),
+    "Words": (Reports, {"info": {"is_success": False}, "reward": "much"}),
+    "NaNReward": (Reports, {"info": {"is_success": False}, "reward": float("nan")}),
     "Seedless": (Seedless, {}),
     "Wide": (Shown, {"value": np.zeros(7, np.float32)}),
     "Float": (Shown, {"key": "pixels", "value": np.zeros((32, 32, 3), np.float32)}),

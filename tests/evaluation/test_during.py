@@ -92,7 +92,7 @@ def test_training_run_evaluates_its_checkpoints(ray_cluster, setting, monkeypatc
 
 
 class StandInPlay:
-    """Replaces `play`: records its calls, and ends episodes unless held back."""
+    """Replaces `play`: records its calls, and ends episodes unless stopped by `may`."""
 
     def __init__(self):
         self.steps, self.threads, self.may, self.error = [], [], threading.Event(), None

@@ -248,11 +248,11 @@ def test_held_out_frames_match_lerobot(tmp_path):
         metas=metas,
         eval_episodes=(np.array([], int), np.array([1, 2])),
         features=Features(camera_keys=metas[1].camera_keys, columns=("observation.state", "action"), image_size=(8, 8)),
-        reading=Reading(frame_cache=FrameCache(str(tmp_path / "kept"), 1.0)),
+        reading=Reading(frame_cache=FrameCache(str(tmp_path / "cache"), 1.0)),
     )
     reference = LeRobotDataset("local/b", root=tmp_path / "b", episodes=[1], video_backend="pyav")
     frames = list(held_out_frames(rows))
-    assert len(files_in(tmp_path / "kept")) == len(metas[1].camera_keys)  # as the run itself
+    assert len(files_in(tmp_path / "cache")) == len(metas[1].camera_keys)  # as the run itself
     assert len(frames) == len(reference) == 6 and len(list(held_out_frames(rows, limit=2))) == 2
     for frame, expected in zip(frames, reference, strict=True):
         assert frame["task"] == expected["task"]

@@ -73,7 +73,7 @@ class Seeing:
 def plain_loop(seed, key, replaced=(), delay=None, **options):
     """One episode alone, by gymnasium and `Seeing`, `key` being (seed of the noise, task, number).
 
-    delay: steps after which a chunk is there; there is one every EXECUTED steps.
+    delay: steps after which a chunk arrives; one is requested every EXECUTED steps.
     """
     with gymnasium.make(f"{two_bins.__name__}:{two_bins.GYM_ID}", **options) as env:
         observation, _ = env.reset(seed=seed)
