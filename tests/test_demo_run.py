@@ -14,7 +14,8 @@ from tests.robot.gantry import Gantry, GantryConfig
 from tests.serving.servers import PORTS, InProcess, served
 from vla_finetuning.envs.two_bins_scene import CAMERAS, EPISODE_LENGTH
 from vla_finetuning.evaluation.demo_success import LABELS
-from vla_finetuning.options.command_line import parse_args, parse_serve
+from vla_finetuning.options.command_line import parse_serve
+from vla_finetuning.options.schedule import DEMO_STEPS
 from vla_finetuning.serving.server import resolve_service
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,9 +25,13 @@ ROOT = Path(__file__).resolve().parent.parent
 def demo(tmp_path_factory, no_ray_cluster):
     """README.ipynb from top to bottom by papermill, with all the steps of `make demo`: a folder with what it left."""
     folder = tmp_path_factory.mktemp("demo")
-    steps = str(parse_args(["--preset", "demo"]).steps)
-    environment = {**os.environ, "PYTHON": sys.executable, "OUTPUT_DIR": str(folder), "MAX_TRAIN_STEPS": steps}
-    environment["VLA_CACHE"] = str(folder / "cache")
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "OUTPUT_DIR": str(folder),
+        "VLA_CACHE": str(folder / "cache"),
+    }
+    environment["MAX_TRAIN_STEPS"] = str(DEMO_STEPS)
     script = ROOT / "ci" / "smoke_notebook.sh"
     done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
