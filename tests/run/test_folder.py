@@ -21,6 +21,7 @@ from vla_finetuning.run.folder import (
     checkpoint_to_resume,
     claim_folder,
     own_folder,
+    prepare_folder,
     resumption,
 )
 
@@ -153,9 +154,18 @@ def test_refused_run_removes_parent_folders_it_created(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "parent"] and not any((tmp_path / "parent").iterdir())
 
 
-def test_leftover_storage_probe_does_not_occupy_a_folder(tmp_path):
-    (tmp_path / ".storage-x").mkdir()
-    check_folder(Config(output_dir=str(tmp_path)))
+def test_folder_of_a_process_killed_before_its_options_is_free(tmp_path, monkeypatch):
+    """A job with --resume auto starts there again, and removes what was left."""
+    for name in (".storage-x", ".removed_films", ".metrics.jsonl.12"):
+        (tmp_path / name).mkdir()
+    config = Config(output_dir=str(tmp_path))
+    with monkeypatch.context() as killed, pytest.raises(KeyError):
+        killed.setattr(os, "replace", lambda *_: {}["killed"])
+        prepare_folder(config)
+    check_folder(config)
+    prepare_folder(config)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"config.json", "checkpoints"}
 
 
 def test_refused_bucket_folder_is_not_downloaded(bucket_url):

@@ -37,6 +37,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import tempfile
 import uuid
@@ -47,6 +48,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from vla_finetuning.buckets.mirror import (
+    REMOVED,
     address,
     bucket_of,
     contents,
@@ -89,6 +91,8 @@ SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac", "optimi
 NORMALISATION = ("dataset.statistics", "dataset.mixture_stats", "dataset.use_imagenet_stats")
 # Begins the names of files and folders that test the storage.
 PROBE = ".storage-"
+# Names of files and folders of a process that was killed while it wrote them.
+LEFTOVER = re.compile(rf"{re.escape(PROBE)}.*|{re.escape(REMOVED)}.*|\..*\.[0-9]+")
 # Options that choose the episodes that checkpoints play.
 EVALUATION_OPTIONS = ("env_type", "env_options", "eval.n_episodes")
 # Options that change what the loss of a checkpoint is computed from.
@@ -323,12 +327,15 @@ def prepare_folder(config: JobOptions) -> None:
     if not config.resume:
         for name in _contents(folder):
             remove(folder / name)
+    for name in filter(LEFTOVER.fullmatch, contents(folder)):
+        with contextlib.suppress(OSError):  # a bucket without the right to delete
+            remove(folder / name)
     # The folder's checkpoints count, not the list of an earlier process of Ray Train.
     for path in (folder / STOP_NAME, folder / FINISHED_NAME, checkpoints / RAY_TRAIN_SNAPSHOT):
         if path.is_file():
             remove(path)
+    write_json(folder / CONFIG_NAME, config.to_json())  # first, as a folder without it holds no run
     checkpoints.mkdir(exist_ok=True)
-    write_json(folder / CONFIG_NAME, config.to_json())
     push(folder)
 
 
@@ -385,8 +392,8 @@ def _check_free(config: JobOptions) -> None:
 
 
 def _contents(folder: Path) -> list[str]:
-    # A process that was killed, or may not delete, leaves its probe of the storage.
-    return [name for name in contents(folder) if name != LOCK_NAME and not name.startswith(PROBE)]
+    # A process that was killed leaves hidden files: the lock, a probe of the storage, a file that it was writing.
+    return [name for name in contents(folder) if not name.startswith(".")]
 
 
 def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:
