@@ -275,6 +275,11 @@ def test_run_starts_from_folder_that_lerobot_saved_and_trains_adapters(dataset, 
             adapted = resolved_from(saved, dataset, kind, **{"peft.r": 4, **layers})
             ours = trained(adapted)
             assert any(value.any() for name, value in ours.items() if "lora_B" in name)  # started at zero
+            count = sum(value.numel() for name, value in ours.items() if ".lora_" in name)
+            assert run.policy.parameters is None or adapted.policy.parameters.trainable == count
+            if kind in ("act", "multi_task_dit"):  # LeRobot chooses no layers of them
+                with pytest.raises(ValueError, match=f"no layers of a '{kind}' .*give --peft.target_modules"):
+                    resolved_from(saved, dataset, kind, **{"peft.r": 4})
             # As on a GPU, where frozen weights are cast.
             in_bfloat16 = resolved_from(saved, dataset, kind, **{"peft.r": 4, **layers, "train.precision": "bf16"})
             tensors = trained(in_bfloat16)

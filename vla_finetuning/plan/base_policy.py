@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies.factory import get_policy_class
+from lerobot.policies.pretrained import PreTrainedPolicy
 
 from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.fields import decided
@@ -110,12 +112,15 @@ def check_policy(
                 f"--train.{name}={value} is for {types_with_option}, and the policy is of type {policy_config.type}: "
                 "leave it out; the policy's own options (--policy.*) may have an equivalent"
             )
-    if not family.from_config:
+    policy_class: Any = get_policy_class(policy_config.type)
+    has_targets = policy_class._get_default_peft_targets is not PreTrainedPolicy._get_default_peft_targets
+    if adapters is not None and adapters.enabled and adapters.target_modules is None and not has_targets:
+        raise ValueError(
+            f"--peft.method_type={adapters.method_type}: LeRobot chooses no layers of a '{policy_config.type}' for "
+            "adapters; give --peft.target_modules"
+        )
+    if not (family.from_config or family.offline):
         _require_float32(str(getattr(policy_config, "dtype", "float32")))
-        if family.offline:
-            built = meta_policy(policy_config)
-            if folder is not None:
-                check_weights(folder, built)
         return None  # building such a policy may download its backbone
     policy = with_float32_masters(meta_policy(policy_config))
     if folder is not None:
