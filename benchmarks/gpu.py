@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -39,7 +38,7 @@ from diagnostics.report import Environment, format_table
 from diagnostics.tool import free_memory, peak_memory
 from util import enable_expandable_segments, enable_gpu_perf_flags, peak_flops
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.files import read_json, read_lines
+from vla_finetuning.files import read_json, read_json_lines
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.train import TrainMode
 from vla_finetuning.plan.resolve import resolve
@@ -269,7 +268,7 @@ def whole_run(device: torch.device, steps: int) -> dict[str, Any]:
         then = [f"--output_dir={folder}", "--resume", f"--steps={steps}"]
         for flags in (first, then):
             subprocess.run([sys.executable, "vla.py", *flags], cwd=ROOT, check=True)
-        lines = [json.loads(line) for line in read_lines(folder / METRICS_NAME)]
+        lines = read_json_lines(folder / METRICS_NAME)
         evaluation = read_json(folder / EVALUATION_NAME)
         exported = sorted(path.name for path in (folder / "pretrained_model").glob("*.safetensors"))
     keys = ("step", "loss", "samples_per_s", "step_s", "data_wait_s", "mfu", "peak_memory_bytes", "checkpoint_pause_s")

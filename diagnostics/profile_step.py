@@ -31,7 +31,7 @@ from diagnostics.step_clock import StepClock
 from diagnostics.step_report import RankProfile, Settings, StepReport, charts, compare, summarise, table
 from diagnostics.tool import Options, Result, count, truth
 from util import TrainableOptimizer
-from vla_finetuning.files import read_lines
+from vla_finetuning.files import read_json_lines, read_lines
 from vla_finetuning.plan.resolve import Run, with_config
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.spec import PolicySpec
@@ -94,7 +94,7 @@ def profile_worker(run: Run, settings: Settings, worker: Worker, **options: Any)
 
 def mfu_per_rate(run: Run) -> float | None:
     """Return the model FLOP utilisation per sample/s, from the run's metrics; None if they lack it."""
-    lines = [json.loads(line) for line in read_lines(run.job.output_dir / METRICS_NAME)]
+    lines = read_json_lines(run.job.output_dir / METRICS_NAME)
     rates = [(line["mfu"], line["samples_per_s"]) for line in lines if line["mfu"] is not None]
     return sum(mfu for mfu, _ in rates) / sum(rate for _, rate in rates) if rates else None
 

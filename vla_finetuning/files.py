@@ -134,11 +134,13 @@ def read_foreign_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file of the run's folder; return {} if it does not exist."""
+    """Read a JSON file of the run's folder; return {} if it does not exist. Raises ValueError for a damaged one."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return {}
+    except ValueError as error:
+        raise ValueError(f"{path}: cannot be read as JSON ({error}); put it back as it was, or remove it") from error
 
 
 def read_lines(path: Path) -> list[str]:
@@ -148,6 +150,17 @@ def read_lines(path: Path) -> list[str]:
     except FileNotFoundError:
         return []
     return text[: text.rfind("\n") + 1].splitlines()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Parse the whole lines of a file; return [] if it does not exist. Raises ValueError for a damaged line."""
+    parsed: list[dict[str, Any]] = []
+    try:
+        for line in read_lines(path):
+            parsed.append(json.loads(line))
+    except ValueError as error:
+        raise ValueError(f"{path}: line {len(parsed) + 1} cannot be read as JSON ({error}); delete it") from error
+    return parsed
 
 
 def let_others_read(path: Path) -> None:

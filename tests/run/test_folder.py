@@ -111,6 +111,19 @@ def test_trained_run_without_usable_checkpoint_is_refused(tmp_path, name):
         checkpoint_to_resume(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("last_checkpoint.json", "", "cannot be read as JSON .* or remove it"),
+        ("metrics.jsonl", '{"step": 1}\n\0\0\n', "line 2 cannot be read as JSON .* delete it"),
+    ],
+)
+def test_resume_names_a_file_damaged_by_a_power_cut(tmp_path, name, text, message):
+    write(tmp_path, name, text)
+    with pytest.raises(ValueError, match=f"{name}: {message}"):
+        resumption(tmp_path)
+
+
 def test_run_without_checkpoint_restarts_at_step_0(tmp_path):
     start_attempt(tmp_path, 0, 2)
     write(tmp_path, "metrics.jsonl", '{"step": 3}\n')

@@ -29,7 +29,7 @@ from vla_finetuning.envs.configs import check_drawn, check_rate, env_config, tas
 from vla_finetuning.evaluation.episodes import EvaluationFolder, read_evaluation
 from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.evaluation.trial import score_rows
-from vla_finetuning.files import append_line, drop_half_line, read_lines, write_whole
+from vla_finetuning.files import append_line, drop_half_line, read_json_lines, write_whole
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.plan.resolve import Run
@@ -252,7 +252,7 @@ def capacity_beside(scaling: ScalingOptions, options: EvalOptions, cluster: dict
 def _add_last_success(output_dir: Path) -> None:
     """Add the last evaluation to the last line of `metrics.jsonl`; only after training, which appends to it."""
     path, played = output_dir / METRICS_NAME, evaluations(output_dir)
-    lines = [json.loads(line) for line in read_lines(path)]
+    lines = read_json_lines(path)
     if played and lines:
         lines[-1] |= success_of(played[-1])
         write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from vla_finetuning.buckets.mirror import address, pull, push, remove
-from vla_finetuning.files import append_line, drop_half_line, read_json, read_lines, write_json, write_whole
+from vla_finetuning.files import append_line, drop_half_line, read_json, read_json_lines, write_json, write_whole
 from vla_finetuning.rollouts.episodes import Episode, episode_key, pack_actions, unpack_actions
 
 EPISODES_NAME, EVALUATED_NAME, ACTIONS_NAME = "episodes.jsonl", "evaluated.json", "actions.jsonl"
@@ -51,7 +51,7 @@ class EvaluationFolder:
             raise ValueError(f"{address(self._path)} is there without {EVALUATED_NAME}: choose another --output_dir")
         write_json(folder / EVALUATED_NAME, about)
         push(folder / EVALUATED_NAME)  # before episodes.jsonl, which is refused without it
-        lines = [json.loads(line) for line in read_lines(self._path)]
+        lines = read_json_lines(self._path)
         done = {episode_key(line): line for line in lines if line["error"] is None}
         self.pending = [episode for episode in episodes if episode_key(vars(episode)) not in done]
         drop_half_line(folder / ACTIONS_NAME)
@@ -68,8 +68,7 @@ class EvaluationFolder:
 
 def read_actions(folder: Path) -> dict[tuple[Any, ...], np.ndarray]:
     """Return the executed actions, (steps, A), of each played episode by `episode_key`."""
-    lines = map(json.loads, read_lines(folder / ACTIONS_NAME))
-    return {episode_key(line): unpack_actions(line) for line in lines}
+    return {episode_key(line): unpack_actions(line) for line in read_json_lines(folder / ACTIONS_NAME)}
 
 
 def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -80,7 +79,7 @@ def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]
         raise FileNotFoundError(
             f"{address(folder)} holds no evaluation: no {EVALUATED_NAME} (evaluate.py --output_dir writes it)"
         )
-    lines = {episode_key(line): line for line in map(json.loads, read_lines(folder / EPISODES_NAME))}
+    lines = {episode_key(line): line for line in read_json_lines(folder / EPISODES_NAME)}
     missing = [episode for episode in about["episodes"] if episode_key(episode) not in lines]
     if missing:
         raise ValueError(

@@ -31,7 +31,7 @@ from vla_finetuning.buckets.mirror import address, as_path, pull, synced
 from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.data.metadata import dimension_names, join_features, load_metadata, rename_features
 from vla_finetuning.data.relative_actions import ACTION
-from vla_finetuning.files import read_json, read_lines, write_whole
+from vla_finetuning.files import read_json, read_json_lines, write_whole
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.report import figures
 from vla_finetuning.report.augmented_frames import augmented
@@ -193,7 +193,7 @@ def look_at_datasets(output_dir: Path) -> list[Drawn]:
 def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
     config = read_json(output_dir / CONFIG_NAME)
     facts = read_json(output_dir / RUN_NAME)
-    lines = [json.loads(line) for line in read_lines(output_dir / METRICS_NAME)]
+    lines = read_json_lines(output_dir / METRICS_NAME)
     evaluation = read_json(output_dir / EVALUATION_NAME)
     starts = attempts(output_dir)
     total = facts.get("steps") or config.get("steps")

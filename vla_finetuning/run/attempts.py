@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vla_finetuning.buckets.mirror import address, pull, push, read_stored
 from vla_finetuning.buckets.store import ChangedError
-from vla_finetuning.files import append_line, drop_half_line, read_lines
+from vla_finetuning.files import append_line, drop_half_line, read_json_lines
 
 ATTEMPTS_NAME = "attempts.jsonl"
 
@@ -35,7 +35,7 @@ def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> 
 
 def attempts(output_dir: Path) -> list[dict[str, int]]:
     """Return the lines of `attempts.jsonl`, oldest first."""
-    return [json.loads(line) for line in read_lines(output_dir / ATTEMPTS_NAME)]
+    return read_json_lines(output_dir / ATTEMPTS_NAME)
 
 
 def is_newest(output_dir: Path, attempt: int) -> bool:

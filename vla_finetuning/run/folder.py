@@ -60,7 +60,7 @@ from vla_finetuning.buckets.mirror import (
     synced,
 )
 from vla_finetuning.buckets.store import ChangedError, StorageError, limit_retries
-from vla_finetuning.files import append_line, read_json, read_lines, write_json
+from vla_finetuning.files import append_line, read_json, read_json_lines, read_lines, write_json
 from vla_finetuning.options.fields import leaves, options_of
 from vla_finetuning.options.job import CONFIG_NAME, PER_START, JobOptions
 from vla_finetuning.options.programs import GRPO_PRESETS, PRESETS, Config, GrpoConfig
@@ -158,7 +158,7 @@ def resumption(output_dir: Path) -> str:
     text = f"from step {step}" + (": no checkpoint has been written yet" if newest is None else "")
     if (written := _last_written(output_dir)) > step:
         text += f"; the checkpoint of step {written} was written, and cannot be used any more"
-    logged = max((json.loads(line)["step"] for line in read_lines(output_dir / METRICS_NAME)), default=0)
+    logged = max((line["step"] for line in read_json_lines(output_dir / METRICS_NAME)), default=0)
     return text + (f"; steps to {logged} were logged, and those after {step} are done again" if logged > step else "")
 
 
@@ -413,7 +413,7 @@ def skipped_in(path: Path) -> list[dict[str, Any]]:
 
 def evaluations(output_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of `evaluations.jsonl` by step: results of checkpoints in the run's environment."""
-    lines, starts = [json.loads(line) for line in read_lines(output_dir / EVALUATIONS_NAME)], attempts(output_dir)
+    lines, starts = read_json_lines(output_dir / EVALUATIONS_NAME), attempts(output_dir)
     # Earlier versions wrote no attempt.
     valid = {line["step"]: line for line in lines if line.get("attempt") in (None, trained_by(starts, line["step"]))}
     return [line for _, line in sorted(valid.items())]

@@ -14,7 +14,7 @@ import ray
 from tqdm import tqdm
 
 from vla_finetuning.buckets.mirror import address, file_of_process, files_of_processes, pull, push, release
-from vla_finetuning.files import read_lines, write_whole
+from vla_finetuning.files import read_json_lines, read_lines, write_whole
 from vla_finetuning.run.folder import (
     LOG_NAME,
     METRICS_NAME,
@@ -50,8 +50,8 @@ def success_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
 def keep_metrics(output_dir: Path, resumed_step: int) -> Path:
     """Remove void lines of `metrics.jsonl`, after `resumed_step`, and return its path."""
     path = output_dir / METRICS_NAME
-    valid = [line for line in read_lines(path) if json.loads(line)["step"] <= resumed_step]
-    write_whole(path, "".join(line + "\n" for line in valid))
+    valid = [line for line in read_json_lines(path) if line["step"] <= resumed_step]
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in valid))
     return path
 
 
@@ -174,7 +174,7 @@ class _Follower:
         self._output_dir, self._steps, self._line = output_dir, steps, line
         self._interactive, self._starting = interactive, True
         self._skipped: set[tuple[str, int]] = set()
-        self.step = max((json.loads(text)["step"] for text in read_lines(output_dir / METRICS_NAME)), default=0)
+        self.step = max((line["step"] for line in read_json_lines(output_dir / METRICS_NAME)), default=0)
         self._warnings = {path.name: len(read_lines(path)) for path in files_of_processes(output_dir / LOG_NAME)}
         self._starts = len(attempts(output_dir))
 
@@ -196,7 +196,7 @@ class _Follower:
                 f"started      {starts[-1]['world_size']} training processes from step "
                 f"{starts[-1]['resumed_from_step']}: building the model and reading the first batch"
             )
-        metrics = [json.loads(text) for text in read_lines(output_dir / METRICS_NAME)]
+        metrics = read_json_lines(output_dir / METRICS_NAME)
         last_step = max((line["step"] for line in metrics), default=0)
         if last_step < self.step:  # an attempt that resumed from an earlier step has removed the later lines
             bar.update(last_step - self.step)

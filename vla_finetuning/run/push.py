@@ -20,7 +20,7 @@ from typing import Any
 
 from vla_finetuning.buckets.mirror import address, as_path, contents, fetched, pull
 from vla_finetuning.data.hub import explaining_errors
-from vla_finetuning.files import read_json, read_lines, write_whole
+from vla_finetuning.files import read_json, read_json_lines, write_whole
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY, ROBOT_NAME
 from vla_finetuning.run.exported import POLICY_DIR, WEIGHTS_NAME, exported_robots, held_out_errors
@@ -164,7 +164,7 @@ def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
     policy = read_json(output_dir / POLICY_DIR / robot / CONFIG_NAME)
     on_robot = read_json(output_dir / POLICY_DIR / robot / ROBOT_NAME)
     evaluation = read_json(output_dir / EVALUATION_NAME)
-    lines = [json.loads(line) for line in read_lines(output_dir / METRICS_NAME)]
+    lines = read_json_lines(output_dir / METRICS_NAME)
     # Earlier versions exported no step. After an export, the run may have gone on.
     step = on_robot.get("step", lines[-1]["step"] if lines else 0)
     scores = [

@@ -21,7 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from util import Batch, peak_flops
 from vla_finetuning.buckets.mirror import file_of_process
 from vla_finetuning.columns import IS_SKIPPED
-from vla_finetuning.files import append_line, line_writer, read_lines
+from vla_finetuning.files import append_line, line_writer, read_json_lines
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.family import MEAN_COUNT
 from vla_finetuning.policies.flow import time_without_given
@@ -233,8 +233,8 @@ class SuccessInLoop(Callback):
     """Add the success of checkpoints that have played to the log's lines, of each once (--env.type)."""
 
     def on_start(self, state: TrainState) -> None:
-        lines = read_lines(state.run.job.output_dir / METRICS_NAME)
-        self._reported = {json.loads(line).get("success_step") for line in lines}
+        lines = read_json_lines(state.run.job.output_dir / METRICS_NAME)
+        self._reported = {line.get("success_step") for line in lines}
 
     def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
         played = evaluations(state.run.job.output_dir) if state.worker.rank == 0 else ()
