@@ -131,7 +131,7 @@ OPTIONS = ("--train.mode=heads", "--train.mask_padding=true", "--dataset.on_erro
 
 
 def test_registered_family_suffices_for_run(dataset, monkeypatch):
-    for flag in OPTIONS[:3]:
+    for flag in (*OPTIONS[:3], "--train.attention=eager"):
         full = () if flag.startswith("--train.mode") else ("--train.mode=full",)
         with pytest.raises(ValueError, match=f"pi05.*act|act.*{flag.partition('=')[0]}"):
             resolve(parse_args(flags(dataset, flag, "--steps=2", *full)), 0)

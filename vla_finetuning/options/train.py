@@ -15,7 +15,7 @@ Precision = Literal["auto", "fp32", "bf16"]
 
 # Options of --train that only some policies' losses support.
 LOSS_OPTIONS = (
-    *("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile"),
+    *("mask_padding", "exact_mean", "noise_draws", "attention", "activation_checkpointing", "compile"),
     "knowledge_insulation",
 )
 # Flags of a run that trains the texts of a column, which follows.

@@ -400,7 +400,7 @@ class PI05(Family):
         "expert": frozenset({"heads", "action expert"}),
         "full": frozenset({"heads", "action expert", "language model", "vision"}),
     }
-    train_options = frozenset({"mask_padding", "noise_draws", "activation_checkpointing", "compile"})
+    train_options = frozenset({"mask_padding", "noise_draws", "attention", "activation_checkpointing", "compile"})
     ignored_options = {
         "train_expert_only": "--train.mode expert",
         "freeze_vision_encoder": "--train.mode heads or expert, in which the whole backbone is frozen",

@@ -299,7 +299,7 @@ class SmolVLA(PI0):
     """SmolVLA, whose inputs are PI0's: images, a prompt and the state."""
 
     loss_class = SmolVLALoss
-    train_options = frozenset({"exact_mean", "noise_draws", "activation_checkpointing", "compile"})
+    train_options = frozenset({"exact_mean", "noise_draws", "attention", "activation_checkpointing", "compile"})
     ignored_options = {
         "train_expert_only": "--train.mode: expert, or full",
         "compile_model": "--train.compile",
