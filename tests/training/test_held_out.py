@@ -12,6 +12,7 @@ from tests.tiny import lerobots_training
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.policies.flow import sample_noise_and_time
+from vla_finetuning.run.checkpoint import load_progress
 from vla_finetuning.run.folder import STOP_NAME
 from vla_finetuning.training import callbacks
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
@@ -191,6 +192,14 @@ def test_best_checkpoint_is_exported_with_averaged_weights(setting):
     exported = load_file(run.job.output_dir / "pretrained_model" / "model.safetensors")
     averages = load_file(checkpoints[0] / "attempt-00000" / "average.safetensors")
     assert averages and all(torch.equal(exported[name.removeprefix("average.")], averages[name]) for name in averages)
+
+
+def test_best_checkpoints_have_a_training_loss_whatever_the_log_freq(setting):
+    best = {"steps": 4, "save_freq": 2, "log_freq": 100, "keep_best": 1, "keep_checkpoints": 1}
+    run = in_process.resolved(setting, **best, output_dir=setting[0] / "ranked")
+    in_process.train(run, worker=in_process.alone(run), make_checkpoints=CheckpointWriter)
+    saved = [load_progress(path) for path in sorted(run.job.checkpoints_dir.glob("step_*"))]
+    assert [progress.step for progress in saved] == [2, 4] and all(progress.loss for progress in saved)
 
 
 def test_stopped_run_does_not_measure_held_out_loss(setting):

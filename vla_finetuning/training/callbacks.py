@@ -201,6 +201,10 @@ class Checkpoints(Callback):
     def on_step_end(self, state: LoopState) -> None:
         self._eval_loss = None
 
+    def wants_log(self, state: LoopState) -> bool:
+        """Return whether a checkpoint follows that needs a training loss to be ranked."""
+        return self._options.keep_best > 0 and state.every(self._options.save_freq)
+
     def host_metrics(self, state: LoopState) -> dict[str, float]:
         return {"save": float(state.worker.rank == 0 and self._writer.due())}
 
