@@ -339,18 +339,10 @@ class TrainableOptimizer:
 
 
 def make_trainable_optimizer(
-    module: nn.Module,
-    *,
-    schedule: Callable[[int], float],
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    clip_norm: float,
-    decay: float | None = None,
+    module: nn.Module, *, schedule: Callable[[int], float], clip_norm: float, decay: float | None = None, **adamw: Any
 ) -> TrainableOptimizer:
-    """Make fused AdamW over the trainable parameters of `module`; see `take_optimizer`."""
-    params = list(trainable_parameters(module).values())
-    optimizer = torch.optim.AdamW(params, lr=schedule(0), betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+    """Make fused AdamW over the trainable parameters of `module`, with options `adamw`; see `take_optimizer`."""
+    optimizer = torch.optim.AdamW(trainable_parameters(module).values(), lr=schedule(0), fused=True, **adamw)
     return take_optimizer(module, optimizer, schedule=schedule, clip_norm=clip_norm, decay=decay)
 
 
