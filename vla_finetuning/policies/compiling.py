@@ -17,8 +17,6 @@ from torch.utils._triton import has_triton
 
 logger = logging.getLogger(__name__)
 
-# Oldest compute capability that Triton supports (Volta).
-MIN_CAPABILITY = (7, 0)
 # Most shapes that a function is compiled for; it raises for more: each prompt length (prompts.MAX_LENGTHS), with and
 # without gradients, for action tokens and for text, with all cameras and with fewer.
 MAX_SHAPES = 64
@@ -28,13 +26,9 @@ def why_not(device: torch.device) -> str | None:
     """Return the reason not to try `torch.compile` on `device`, if any."""
     if device.type != "cuda":
         return f"the step runs on the {device.type.upper()}, and only GPUs gain from it"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
-        actual, needed = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
-        return f"{torch.cuda.get_device_name(device)} has compute capability {actual}, and Triton needs {needed}"
-    if not has_triton():
-        return "Triton, which it needs, is not installed or does not work here"
-    return None
+    return (
+        None if has_triton() else f"Triton is not installed, or does not support {torch.cuda.get_device_name(device)}"
+    )
 
 
 class Compiler:
