@@ -1,5 +1,7 @@
 """The value function against NumPy and torch: distribution, loss, trainable parameters."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -77,11 +79,12 @@ def test_value_head_is_float32_under_autocast():
     batch = make_batch(loss.policy, 3)[0]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         policy_loss = loss._policy_loss[0]
-        keys_values, bias = policy_loss.value_inputs(policy_loss.prefix(loss.images(batch)))
-        assert keys_values[0][0].dtype == torch.bfloat16
+        prefix = policy_loss.prefix(loss.images(batch))
+        assert prefix.keys_values[0][0].dtype == torch.bfloat16
         logits, value = loss.logits(batch), loss.value(batch)
     with torch.no_grad():
-        expected = loss.critic([(key.float(), value.float()) for key, value in keys_values], bias)
+        in_float32 = [(key.float(), value.float()) for key, value in prefix.keys_values]
+        expected = loss.critic(replace(prefix, keys_values=in_float32))
     assert torch.equal(logits, expected) and logits.dtype == value.dtype == torch.float32
     exact = (expected.double().softmax(dim=1) * torch.linspace(-1, 0, BINS, dtype=torch.float64)).sum(dim=1)
     torch.testing.assert_close(value.double(), exact, rtol=1e-6, atol=1e-7)

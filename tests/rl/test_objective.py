@@ -160,14 +160,14 @@ def test_value_head_equals_plain_attention_without_policy_gradient(loss):
     head = make_value_head(loss.value_layers(), seed=3, outputs=2)
     with torch.no_grad():
         head.output.weight.normal_()
-    keys_values, bias = loss.value_inputs(loss.prefix(loss.images(batch)))
-    values = head(keys_values, bias)
+    prefix = loss.prefix(loss.images(batch))
+    values = head(prefix)
     assert values.shape == (4, 2) and values.dtype == torch.float32
     for row in range(4):  # one row, head and layer after the other
         read = []
-        for query, (key, value) in zip(head.queries, keys_values, strict=True):
+        for query, (key, value) in zip(head.queries, prefix.keys_values, strict=True):
             for number in range(len(query)):
-                scores = key[row, number] @ query[number, 0] / query.shape[-1] ** 0.5 + bias[row, 0, 0]
+                scores = key[row, number] @ query[number, 0] / query.shape[-1] ** 0.5 + prefix.bias[row, 0, 0]
                 read.append(scores.softmax(0) @ value[row, number])
         hidden = torch.nn.functional.silu(head.hidden(head.norm(torch.cat(read))))
         torch.testing.assert_close(head.output(hidden), values[row], atol=1e-5, rtol=1e-4)

@@ -214,10 +214,6 @@ class FlowLoss(PolicyLoss):
         """Return (key-value heads, head width) of each layer of the prefix."""
         raise NotImplementedError
 
-    def value_inputs(self, prefix: Any) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Return the inputs of `value.ValueHead`: each layer's keys and values of the prefix, and attention bias."""
-        raise NotImplementedError
-
     def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Any) -> Tensor:
         """Predict noise - actions, in the shape of `noisy_actions`.
 

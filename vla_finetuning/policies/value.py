@@ -6,6 +6,7 @@ Legend: B rows, H key-value heads, P tokens, D head width, O outputs, K bins.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -42,16 +43,11 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.output.bias)
 
-    def forward(self, keys_values: Sequence[tuple[Tensor, Tensor]], bias: Tensor) -> Tensor:
-        """Compute values float32 (B, O), also under autocast, because differences of values are small.
-
-        Args:
-            keys_values: keys and values of each layer, (B, H, P, D), of any dtype.
-            bias: float32 (B, 1, 1, P), added to the attention scores.
-        """
-        read = []
+    def forward(self, prefix: Any) -> Tensor:
+        """Compute values float32 (B, O) from a `pi05.Prefix`, also under autocast: differences of values are small."""
+        read, bias = [], prefix.bias
         with torch.autocast(bias.device.type, enabled=False):
-            for query, (key, value) in zip(self.queries, keys_values, strict=True):
+            for query, (key, value) in zip(self.queries, prefix.keys_values, strict=True):
                 key, value = (tensor.detach() if self._detach else tensor for tensor in (key, value))
                 key, value = key.float(), value.float()
                 heads = F.scaled_dot_product_attention(query.expand(len(key), -1, -1, -1), key, value, attn_mask=bias)
@@ -132,8 +128,8 @@ class ValueLoss(PolicyLoss):
         """Compute the distribution's logits, float32 (B, K)."""
         policy_loss = self._policy_loss[0]
         with torch.set_grad_enabled(self._backbone and torch.is_grad_enabled()):
-            keys_values, bias = policy_loss.value_inputs(policy_loss.prefix(self.images(batch)))
-        return self.critic(keys_values, bias)
+            prefix = policy_loss.prefix(self.images(batch))
+        return self.critic(prefix)
 
     def value(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean of the distribution, float32 (B,)."""

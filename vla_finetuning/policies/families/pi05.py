@@ -134,9 +134,6 @@ class PI05Loss(FlowLoss):
                 break
         return texts
 
-    def value_inputs(self, prefix: Prefix) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        return prefix.keys_values, prefix.bias
-
     def value_layers(self) -> list[tuple[int, int]]:
         attentions = [layer.self_attn for layer in self._language_model.layers]
         return [(module.k_proj.out_features // module.head_dim, module.head_dim) for module in attentions]

@@ -91,8 +91,7 @@ class PPO(GRPO):
     def values(self, prefix: Any) -> Tensor:
         """Return the critic's values of the observations behind `prefix`, float32 (B,)."""
         assert self.critic is not None
-        with torch.autocast(self.sums.device.type, enabled=False):
-            return self.critic(*self.loss.value_inputs(prefix))[:, 0]
+        return self.critic(prefix)[:, 0]
 
     def value_loss(self, batch: Batch, prefix: Any) -> Tensor:
         errors = value_loss(self.values(prefix), batch["value"], batch["target"], self.options.value_clip)
