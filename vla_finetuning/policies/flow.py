@@ -256,47 +256,39 @@ class FlowLoss(PolicyLoss):
         return unit(function, layer, *arguments) if unit else function(layer, *arguments)
 
 
-def guided_chunk(
-    loss: FlowLoss, conditional: Mapping[str, Tensor], plain: Mapping[str, Tensor], noise: Tensor, guidance: float
-) -> Tensor:
-    """Predict normalised action chunks (B, T, A) by LeRobot's sampler with classifier-free guidance (arXiv 2207.12598).
-
-    The velocity is v(plain) + guidance * (v(conditional) - v(plain)).
-
-    Args:
-        conditional, plain: batches of B rows that differ in their prompts.
-        noise: float32 (B, T, max_action_dim).
-    """
-    config: Any = loss.policy.config
-    prefixes = [loss.prefix(loss.images(batch)) for batch in (conditional, plain)]
-    x, steps = noise, config.num_inference_steps
-    for step in range(steps):
-        time = torch.full((len(x),), 1.0 - step / steps, device=x.device)
-        guided, unguided = (loss.velocity(x, time, prefix) for prefix in prefixes)
-        x = x - (unguided + guidance * (guided - unguided)) / steps
-    return x[:, :, : config.output_features[ACTION].shape[0]]
-
-
 @torch.no_grad()
-def continue_chunk(loss: FlowLoss, batch: Mapping[str, Tensor], noise: Tensor, prefix: Tensor | None = None) -> Tensor:
-    """Predict action chunks whose first actions are given, by a policy that was trained with MAX_DELAY.
+def continue_chunk(
+    loss: FlowLoss,
+    batch: Mapping[str, Tensor],
+    noise: Tensor,
+    prefix: Tensor | None = None,
+    *,
+    plain: Mapping[str, Tensor] | None = None,
+    guidance: float = 1.0,
+) -> Tensor:
+    """Predict normalised action chunks (B, T, A) by LeRobot's sampler.
 
     Args:
         noise: float32 (B, T, max_action_dim).
-        prefix: the given actions, float32 (B, d, at most max_action_dim), normalised, d < T; None: no action is given.
-    Returns:
-        float32 (B, T, A), normalised; the first d actions equal `prefix`.
+        prefix: given first actions of a policy that was trained with MAX_DELAY, float32 (B, d, at most max_action_dim),
+            normalised, d < T; the first d actions of the result equal them.
+        plain: batch without the condition of classifier-free guidance (arXiv 2207.12598), which differs from `batch` in
+            the prompts. The velocity is v(plain) + guidance * (v(batch) - v(plain)).
     """
     config: Any = loss.policy.config
     steps, x, given = config.num_inference_steps, noise, 0
     if prefix is not None and (given := prefix.shape[1]):
         x = torch.cat([F.pad(prefix, (0, noise.shape[2] - prefix.shape[2])), noise[:, given:]], dim=1)
-    context, dt = loss.prefix(loss.images(batch)), -1.0 / steps
+    contexts = [loss.prefix(loss.images(inputs)) for inputs in (batch, plain) if inputs is not None]
+    dt = -1.0 / steps
     for step in range(steps):
         time = torch.full(x.shape[: 2 if given else 1], 1.0 + step * dt, device=x.device)
         if given:
             time[:, :given] = 0.0
-        change = dt * loss.velocity(x, time, context).float()
+        velocity, *unguided = [loss.velocity(x, time, context).float() for context in contexts]
+        if unguided:
+            velocity = torch.lerp(unguided[0], velocity, guidance)
+        change = dt * velocity
         if given:
             change[:, :given] = 0.0
         x = x + change

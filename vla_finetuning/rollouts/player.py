@@ -38,7 +38,7 @@ from vla_finetuning.options.policy import ROBOT_NAME, WRITES
 from vla_finetuning.options.programs import EvaluateConfig, ServeConfig
 from vla_finetuning.options.recap import ADVANTAGE, without_label
 from vla_finetuning.policies.family import MAX_DELAY
-from vla_finetuning.policies.flow import continue_chunk, guided_chunk
+from vla_finetuning.policies.flow import continue_chunk
 from vla_finetuning.policies.loading import WEIGHTS_FILE, load_policy, read_weights
 from vla_finetuning.policies.pipelines import (
     check_prompts_differ,
@@ -92,7 +92,7 @@ class Acting:
         trusted: whether code that comes with the policy may run.
         opening: prefix of all instructions.
         advantage: label after all instructions, "positive" or "negative"; None: no label.
-        guidance: scale of `flow.guided_chunk`.
+        guidance: scale of `flow.continue_chunk`.
         subtask: whether the policy acts on texts that it writes (`text_targets`).
         controller: "chunk" executes chunks as they were predicted. "select_action" decides at each step and makes the
             action absolute by the current state, like LeRobot's loop; it needs all decisions of an episode. "rtc"
@@ -299,7 +299,8 @@ class Player:
                 chunk = self._continue(batch, keys, delay, rests)
             elif self._acting.guidance != 1.0:
                 plain = batch | self.prepare(observation, instructions, texts=texts)
-                chunk = guided_chunk(self._loss, batch, plain, self._noise(keys), self._acting.guidance)
+                noise, guidance = self._noise(keys), self._acting.guidance
+                chunk = continue_chunk(self._loss, batch, noise, plain=plain, guidance=guidance)
             else:
                 chunk = continue_chunk(self._loss, batch, self._noise(keys)) if texts else self._predict(batch, keys)
             return chunk, texts or [None] * len(keys)
