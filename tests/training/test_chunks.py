@@ -14,8 +14,9 @@ from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.action_tokens import ActionTokenizer, describe_tokens
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.training import chunks as chunks_module
-from vla_finetuning.training.chunks import describe_chunks, read_chunks, sample_chunks
+from vla_finetuning.training.chunks import fitted, read_chunks, sample_chunks
 
 SPARE_WORDS, CHUNK = 270, 6
 
@@ -60,7 +61,7 @@ def test_sampled_chunks_equal_stored_actions_with_and_without_statistics(setting
 
 
 @pytest.mark.parametrize("statistics", ["stored", "exact"])
-def test_chunks_of_each_robot_have_its_dimensions(setting, tmp_path, statistics):
+def test_chunks_of_each_robot_have_its_dimensions(setting, tmp_path, capsys, statistics):
     mixture = {"members": [{"root": str(setting[0] / name), "robot": name} for name in ("narrow", "wide")]}
     (tmp_path / "mix.yaml").write_text(yaml.safe_dump(mixture))
     mixed = {"dataset.root": None, "dataset.mixture": f"@{tmp_path / 'mix.yaml'}", "dataset.statistics": statistics}
@@ -69,12 +70,14 @@ def test_chunks_of_each_robot_have_its_dimensions(setting, tmp_path, statistics)
         np.testing.assert_allclose(chunks.actions, actions_of(setting[0] / name), atol=1e-5)
         assert chunks.values.shape[-1] == 5 and chunks.label == f"{name}: "
         assert not chunks.values[..., len(chunks.names) :].any()
-    assert "narrow: as" in describe_chunks(run)[0]
+    fitted(run, sample_chunks)
+    assert "narrow: as" in capsys.readouterr().out
 
 
 def test_tokenizer_of_short_run_is_fitted_to_a_readable_epoch(setting, monkeypatch):
     run = resolved(setting, "short", steps=1, batch_size=2)
     batch = {"action": np.arange(3)[:, None, None] * np.ones((1, CHUNK, 5)), "is_skipped": np.arange(3) == 1}
+    batch["dataset_index"] = np.zeros(3, int)
     streams = []
     monkeypatch.setattr(Rows, "source", lambda rows, stream, *_: streams.append((stream, rows.reading.skip_log)))
     monkeypatch.setattr(chunks_module, "read_source", lambda _: SimpleNamespace(iter_batches=lambda **_: [batch]))
@@ -83,7 +86,7 @@ def test_tokenizer_of_short_run_is_fitted_to_a_readable_epoch(setting, monkeypat
     assert chunks.values[:, 0, 0].tolist() == [0, 2]
 
 
-def test_plan_shows_token_counts_and_errors_of_actions(setting):
+def test_plan_shows_token_counts_and_errors_of_actions(setting, capsys):
     run = resolved(setting, "plan")
     (chunks,) = sample_chunks(run)
     tokenizer = ActionTokenizer.fit(chunks.values, SPARE_WORDS - 2)
@@ -91,9 +94,11 @@ def test_plan_shows_token_counts_and_errors_of_actions(setting):
     decoded = chunks.zero + tokenizer.decode(tokens, (CHUNK, 5)) * (chunks.one - chunks.zero)
     errors = np.abs(decoded - actions_of(setting[1]))
     counts = sorted(map(len, tokens))
-    first, *error_lines, last = describe_chunks(run)
+    assert family_of(run.policy.config).action_tokenizer is None
+    assert fitted(run, sample_chunks).action_tokenizer == tokenizer and not run.job.output_dir.exists()
+    first, *error_lines = capsys.readouterr().out.splitlines()
     numbers = re.search(r": (\d+) a chunk of 30 entries \(at most (\d+)\) in (\d+)", first).groups()
-    assert [*map(int, numbers)] == [round(float(np.median(counts))), counts[-1], len(errors)] and "fitted" in last
+    assert [*map(int, numbers)] == [round(float(np.median(counts))), counts[-1], len(errors)]
     assert describe_tokens(tokenizer, [chunks]) == [first, *error_lines]
     text = " ".join(" ".join(error_lines).split())
     for number in range(5):
@@ -102,6 +107,6 @@ def test_plan_shows_token_counts_and_errors_of_actions(setting):
         assert float(largest) == pytest.approx(errors[..., number].max(), rel=0.06)
 
 
-def test_policy_without_action_tokens_reads_no_chunks(setting, monkeypatch):
-    monkeypatch.setattr("vla_finetuning.training.chunks.sample_chunks", lambda run: pytest.fail("read"))
-    assert describe_chunks(resolved(setting, "plain", **{"train.knowledge_insulation": None})) == []
+def test_policy_without_action_tokens_reads_no_chunks(setting):
+    run = resolved(setting, "plain", **{"train.knowledge_insulation": None})
+    assert fitted(run, lambda run: pytest.fail("read")) == family_of(run.policy.config)

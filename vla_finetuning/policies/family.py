@@ -265,17 +265,13 @@ class Family:
         return columns
 
     def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path | None) -> Family:
-        """Return the family fitted to a run's rows before training. Called on the driver at each start.
+        """Return the family fitted to a run's rows, and print how it encodes them. Called on the driver at each start.
 
         Args:
             chunks: function that reads a fixed sample of the run's action chunks, by robot.
             folder: folder with the fitted state that checkpoints were trained with (`save_fitted`), None without one.
         """
         return self
-
-    def describe_chunks(self, chunks: Callable[[], Sequence[Chunks]], folder: Path | None) -> list[str]:
-        """Return lines for the plan that describe how the family encodes action chunks. Arguments as `fit_to_rows`."""
-        return []
 
     def save_fitted(self, folder: Path) -> None:
         """Write state from `fit_to_rows` into the folder of a run, or of an exported policy for later runs from it."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import with_placeholders
 from vla_finetuning.policies.action_tokens import VOCABULARY, ActionTokenizer, describe_tokens, fetch_tokenizer
-from vla_finetuning.policies.family import Chunks
+from vla_finetuning.policies.family import Chunks, Family
 from vla_finetuning.policies.registry import family_of, train_as
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.checkpoint import latest_checkpoint
@@ -64,25 +64,21 @@ def sample_chunks(run: Run) -> list[Chunks]:
     ]
 
 
+def fitted(run: Run, read: Callable[[Run], list[Chunks]]) -> Family:
+    """Return the policy's family fitted to chunks that `read` returns, or to those of an earlier start."""
+    # Before the first checkpoint, options and rows may change.
+    started = latest_checkpoint(run.job.checkpoints_dir) is not None
+    return family_of(run.policy.config).fit_to_rows(lambda: read(run), run.job.output_dir if started else None)
+
+
 def fit_to_rows(run: Run) -> Run:
     """Fit the policy's family to the run's rows in a Ray Data pass, and return the run."""
-    config = run.policy.config
-    family = family_of(config).fit_to_rows(lambda: read_chunks(run), _fitted_folder(run))
+    config, family = run.policy.config, fitted(run, read_chunks)
     if family is not family_of(config):
         family.save_fitted(run.job.output_dir)
         for changed in (config, *(robot.config for robot in run.robots)):
             train_as(changed, family)
     return run
-
-
-def describe_chunks(run: Run) -> list[str]:
-    """Return the plan's lines on action chunks, from a sample of the run's rows."""
-    return family_of(run.policy.config).describe_chunks(lambda: sample_chunks(run), _fitted_folder(run))
-
-
-def _fitted_folder(run: Run) -> Path | None:
-    """Return the run's folder if it has a checkpoint: before that, options and rows may change."""
-    return run.job.output_dir if latest_checkpoint(run.job.checkpoints_dir) is not None else None
 
 
 def describe_tokens_of(meta: DatasetMetadata, name: str, chunk_size: int) -> list[str]:

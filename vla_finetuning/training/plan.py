@@ -10,7 +10,7 @@ from vla_finetuning.plan.resolve import Run
 from vla_finetuning.run.push import check_push
 from vla_finetuning.terminal import print_safe, print_safe_text
 from vla_finetuning.training.capacity import check_memory
-from vla_finetuning.training.chunks import describe_chunks
+from vla_finetuning.training.chunks import fitted, sample_chunks
 
 
 def show_plan(run: Run) -> Run:
@@ -25,5 +25,5 @@ def show_plan(run: Run) -> Run:
         make = not run.config.dry_run
         print_safe(f"Hub          {check_push(repo_id, run.config.policy_private, make=make)}")
     if run.config.dry_run:
-        print_safe(*describe_chunks(run))
+        fitted(run, sample_chunks)
     return run

@@ -245,16 +245,10 @@ class InsulatedPI05(PI05):
         tokenizer = self._written(folder)
         if tokenizer is None:
             sample = chunks()
-            tokenizer = self.action_tokenizer or self._fitted(sample)
+            values = np.concatenate([robot.values for robot in sample])
+            tokenizer = self.action_tokenizer or ActionTokenizer.fit(values, self.vocabulary)
             print_safe(*describe_tokens(tokenizer, sample))
         return replace(self, action_tokenizer=tokenizer, vocabulary=tokenizer.vocabulary)
-
-    def describe_chunks(self, chunks: Callable[[], Sequence[Chunks]], folder: Path | None) -> list[str]:
-        tokenizer, sample = self._written(folder) or self.action_tokenizer, chunks()
-        if tokenizer is not None:
-            return describe_tokens(tokenizer, sample)
-        fitted = "with a tokenizer fitted to this sample; before its first step the run fits one to up to 20,000 chunks"
-        return [*describe_tokens(self._fitted(sample), sample), " " * 13 + fitted]
 
     def _written(self, folder: Path | None) -> ActionTokenizer | None:
         """Return the tokenizer in the run's folder; refuse another one than the option names."""
@@ -267,9 +261,6 @@ class InsulatedPI05(PI05):
                 "another one: leave the option as it was, or start a new run"
             )
         return written
-
-    def _fitted(self, sample: Sequence[Chunks]) -> ActionTokenizer:
-        return ActionTokenizer.fit(np.concatenate([chunks.values for chunks in sample]), self.vocabulary)
 
     def save_fitted(self, folder: Path) -> None:
         if self.action_tokenizer is not None:
