@@ -13,7 +13,7 @@ RETURN = "return"
 IS_PRESENT, ACTION_DIMS = "_is_present", "action_dims"
 # The text of the current subtask, if a dataset or an environment has it.
 SUBTASK = "subtask"
-# Index of a row's robot in a mixture; -1 for rows without actions, which have no robot.
+# Index of a row's robot in a mixture.
 ROBOT = "robot_index"
 # A copy of the position on the device, as a seed of random numbers.
 STREAM_POSITION = "stream_position"

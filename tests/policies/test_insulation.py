@@ -13,7 +13,6 @@ from scipy.fft import dct
 
 from tests.tiny import ACTION_DIM, make_batch, make_policy, reference
 from util import DeviceMetrics
-from vla_finetuning.columns import ROBOT
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies.action_tokens import ActionTokenizer, describe_tokens
@@ -22,7 +21,6 @@ from vla_finetuning.policies.families.insulation import (
     ADAPTED,
     INDICES,
     TOKENS,
-    TOKENS_MASK,
     InsulatedPI05,
     WithActionTokens,
     insulated,
@@ -32,7 +30,7 @@ from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.family import MEAN_COUNT, Chunks
 from vla_finetuning.policies.lora import add_adapters
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, TEXT_MASK
+from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, padded
 from vla_finetuning.policies.trainable import choose_trainable
 
 VOCABULARY, FLOW_WEIGHT = 270, 0.7
@@ -57,17 +55,21 @@ def policy():
 def make_tokens(policy, rows=4):
     """Make rows with 1, 4, 7, ... action tokens, each ended by the end token."""
     columns = token_columns(policy.config)
-    tokens = torch.randint(0, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(1))
-    counts = torch.arange(rows) * 3 + 1
-    tokens[torch.arange(rows), counts - 1] = VOCABULARY
-    return {TOKENS: tokens, TOKENS_MASK: torch.arange(columns)[None] < counts[:, None]}
+    tokens = torch.randint(0, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(1)).tolist()
+    listed = [[VOCABULARY + 1, *ids[: 3 * row], VOCABULARY] for row, ids in enumerate(tokens)]
+    return {TOKENS: torch.from_numpy(padded(listed, columns))}
 
 
 def make_text(policy, rows=4):
     """Make rows with 0, 5, 10, ... text tokens, between the tokens of beginning and end."""
     shape = rows, TEXT_COLUMNS + 1
     tokens = torch.randint(0, policy.config.vocab_size, shape, generator=torch.Generator().manual_seed(2))
-    return {TEXT: tokens, TEXT_MASK: torch.arange(TEXT_COLUMNS)[None] < torch.arange(rows)[:, None] * 5}
+    counts = torch.arange(rows)[:, None] * 5
+    return {TEXT: tokens.masked_fill(torch.arange(TEXT_COLUMNS + 1) > counts - (counts == 0).int(), -1)}
+
+
+def is_target(batch, name):
+    return batch[name][:, 1:] >= 0
 
 
 def make_inputs(policy, text=NO_TEXT, **options):
@@ -97,24 +99,23 @@ def make_loss(policy, text=None, **options):
 def plain_token_losses(policy, batch):
     """Run the full sequence through LeRobot's language model with a mask of all pairs: losses (B, F)."""
     last = policy.config.vocab_size - 1
-    hidden = plain_hidden(policy, batch, last - F.pad(batch[TOKENS], (1, 0), value=VOCABULARY + 1)[:, :-1])
+    hidden = plain_hidden(policy, batch, last - batch[TOKENS][:, :-1].clamp_min(0))
     logits = hidden @ policy.model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight.T
     logits = logits[..., last - VOCABULARY : last + 1].flip(-1)  # the word of token t is the t-th from the end
-    return F.cross_entropy(logits.transpose(1, 2), batch[TOKENS], reduction="none")
+    return F.cross_entropy(logits.transpose(1, 2), batch[TOKENS][:, 1:], reduction="none", ignore_index=-1)
 
 
 def plain_text_losses(policy, batch):
     """Compute text losses (B, S) as `plain_token_losses` does."""
-    hidden = plain_hidden(policy, batch, batch[TEXT][:, :-1])
+    hidden = plain_hidden(policy, batch, batch[TEXT][:, :-1].clamp_min(0))
     logits = hidden @ policy.model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight.T
-    return F.cross_entropy(logits.transpose(1, 2), batch[TEXT][:, 1:], reduction="none")
+    return F.cross_entropy(logits.transpose(1, 2), batch[TEXT][:, 1:], reduction="none", ignore_index=-1)
 
 
 def plain_cross_entropy(policy, batch):
-    total, count = (plain_token_losses(policy, batch) * batch[TOKENS_MASK]).sum(), batch[TOKENS_MASK].sum()
+    total, count = plain_token_losses(policy, batch).sum(), is_target(batch, TOKENS).sum()
     if TEXT in batch:
-        total = total + (plain_text_losses(policy, batch) * batch[TEXT_MASK]).sum()
-        count = count + batch[TEXT_MASK].sum()
+        total, count = total + plain_text_losses(policy, batch).sum(), count + is_target(batch, TEXT).sum()
     return total / count
 
 
@@ -217,9 +218,8 @@ def test_row_loss_and_row_weight_cover_tokens_and_flow(policy, in_float64):
     loss = make_loss(policy, text="subtask")
     actual = loss(batch, noise, time, per_row=True)
     flow = PI05Loss(policy)(batch, noise, time, per_row=True)
-    total = (plain_token_losses(policy, batch) * batch[TOKENS_MASK]).sum(dim=1)
-    total = total + (plain_text_losses(policy, batch) * batch[TEXT_MASK]).sum(dim=1)
-    counts = batch[TOKENS_MASK].sum(dim=1) + batch[TEXT_MASK].sum(dim=1)
+    total = plain_token_losses(policy, batch).sum(dim=1) + plain_text_losses(policy, batch).sum(dim=1)
+    counts = is_target(batch, TOKENS).sum(dim=1) + is_target(batch, TEXT).sum(dim=1)
     assert torch.allclose(actual, total / counts + FLOW_WEIGHT * flow, rtol=1e-9)
     weight = torch.tensor([1.0, 0.0, 0.5, 1.0], dtype=torch.float64)
     expected = (total * weight).sum() / counts.sum() + FLOW_WEIGHT * (flow * weight).mean()
@@ -252,11 +252,10 @@ def test_logits_are_computed_only_for_tokens_with_loss(policy, in_float64, monke
 # ---- rows without an action ------------------------------------------------------------------------------------------
 
 
-def make_mixed(policy, robots):
-    """Make inputs of rows of these robots; rows of robot -1 have no action tokens."""
+def make_mixed(policy, acts):
+    """Make inputs of rows with an action where `acts`."""
     batch, noise, time = make_inputs(policy, SOME_TEXT)
-    batch[ROBOT] = torch.tensor(robots)
-    batch[TOKENS_MASK] = batch[TOKENS_MASK] & (batch[ROBOT] >= 0)[:, None]
+    batch[TOKENS] = batch[TOKENS].masked_fill(~torch.tensor(acts)[:, None], -1)
     return with_indices(batch), noise, time
 
 
@@ -266,13 +265,13 @@ def rows_of(inputs, rows):
 
 
 def test_rows_without_action_train_only_text(policy, in_float64):
-    inputs = make_mixed(policy, [0, -1, 1, -1])
-    acts = inputs[0][ROBOT] >= 0
+    acts = [True, False, True, False]
+    inputs = make_mixed(policy, acts)
     acting, noise, time = rows_of(inputs, acts)
     plain, flow = copy.deepcopy(policy), reference(policy, noise, time)
     expected_tokens = plain_cross_entropy(plain, inputs[0])
     expected_tokens.backward()
-    expected_flow, _ = flow.forward({key: value for key, value in acting.items() if key != ROBOT})
+    expected_flow, _ = flow.forward(acting)
     (FLOW_WEIGHT * expected_flow).backward()
 
     loss = make_loss(policy, text="subtask")(*inputs)
@@ -283,28 +282,29 @@ def test_rows_without_action_train_only_text(policy, in_float64):
 
 
 def test_step_means_cover_all_tokens_and_acting_rows(policy, in_float64):
-    inputs = make_mixed(policy, [-1, -1, 0, -1])
+    inputs = make_mixed(policy, [False, False, True, False])
     loss = make_loss(policy, text="subtask")
     full_loss = loss(*inputs)
     count = loss.count(inputs[0])
-    assert count.tolist() == [int(inputs[0][TOKENS_MASK].sum() + inputs[0][TEXT_MASK].sum()), 1]
+    assert count.tolist() == [sum(int(is_target(inputs[0], name).sum()) for name in (TOKENS, TEXT)), 1]
     halves = []
     for rows in (slice(0, 2), slice(2, 4)):
         batch, noise, time = rows_of(inputs, rows)
         halves.append(loss({**batch, MEAN_COUNT: count / 2}, noise, time))
     assert full_loss.item() == pytest.approx(sum(halves).item() / 2, rel=1e-12)
     by_row = loss(*inputs, per_row=True)
-    acting = loss(*rows_of(inputs, inputs[0][ROBOT] >= 0), per_row=True)
+    acting = loss(*rows_of(inputs, slice(2, 3)), per_row=True)
     assert by_row[2].item() == pytest.approx(acting.item(), rel=1e-9) and by_row.isfinite().all()
-    texts = (plain_text_losses(policy, inputs[0]) * inputs[0][TEXT_MASK]).sum(dim=1)
-    expected = texts / inputs[0][TEXT_MASK].sum(dim=1).clamp_min(1)
+    texts = plain_text_losses(policy, inputs[0]).sum(dim=1)
+    expected = texts / is_target(inputs[0], TEXT).sum(dim=1).clamp_min(1)
     assert torch.allclose(by_row[[0, 1, 3]], expected[[0, 1, 3]], rtol=1e-9)
 
 
 def test_loss_per_robot_is_mean_over_its_rows(policy):
-    inputs = make_mixed(policy, [0, -1, 1, -1])
+    inputs = make_mixed(policy, [True, False, True, False])
     inputs = (
-        {k: v.float() if v.is_floating_point() else v for k, v in inputs[0].items()},
+        {k: v.float() if v.is_floating_point() else v for k, v in inputs[0].items()}
+        | {"robot_index": torch.tensor([0, 0, 1, 0])},
         *map(torch.Tensor.float, inputs[1:]),
     )
     loss = make_loss(policy.float(), text="subtask").train()
@@ -422,11 +422,11 @@ def test_invalid_action_tokenizer_files_are_refused(tmp_path, files):
 
 
 def test_rows_carry_action_tokens_cut_to_limit(chunks, tokenizer):
-    prepare = WithActionTokens(lambda batch: {"action": batch["action"]}, tokenizer, 32)
+    prepare = WithActionTokens(lambda batch: {"action": batch["action"]}, tokenizer, 32, without_actions=[1])
     loud = np.random.default_rng(1).uniform(-1, 1, (1, 20, ACTION_DIM))
-    columns = prepare({"action": np.concatenate([chunks[:3], loud])})
-    ids = tokenizer.encode(np.concatenate([chunks[:3], loud]))
-    assert len(ids[3]) > 32 > len(ids[0])
-    assert columns[TOKENS_MASK].sum(axis=1).tolist() == [len(row) + 1 for row in ids[:3]] + [32]
-    assert columns[TOKENS][0, : len(ids[0]) + 1].tolist() == [*ids[0], tokenizer.vocabulary]
-    assert columns[TOKENS][3].tolist() == ids[3][:32]
+    columns = prepare({"action": np.concatenate([chunks[:3], loud]), "dataset_index": np.array([0, 1, 0, 0])})[TOKENS]
+    first, _, _, long = tokenizer.encode(np.concatenate([chunks[:3], loud]))
+    assert len(long) > 32 > len(first)
+    begin, end = tokenizer.vocabulary + 1, tokenizer.vocabulary
+    assert columns[0].tolist() == [begin, *first, end] + [-1] * (31 - len(first))
+    assert (columns[1] == -1).all() and columns[3].tolist() == [begin, *long[:32]]

@@ -14,11 +14,11 @@ from util import full_tensor
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.policies.action_tokens import ACTION_TOKENIZER_FOLDER, ActionTokenizer
-from vla_finetuning.policies.families.insulation import ADAPTED, TOKENS, TOKENS_MASK, InsulatedPI05
+from vla_finetuning.policies.families.insulation import ADAPTED, TOKENS, InsulatedPI05
 from vla_finetuning.policies.family import Chunks
 from vla_finetuning.policies.pipelines import tokenizer_step
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, TEXT_MASK, ends_of_text, with_text
+from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, ends_of_text, with_text
 from vla_finetuning.run.push import exported_files
 from vla_finetuning.training import chunks
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
@@ -61,14 +61,11 @@ class Shard(in_process.RunRows):
 
     def iter_torch_batches(self, *, collate_fn, **options):
         def collate(rows):
-            columns = rows[TOKENS].shape[1]
-            tokens = np.stack([np.random.default_rng(p).integers(0, 200, columns) for p in rows["position"]])
-            mask = np.arange(columns) <= rows["position"][:, None] % 7
-            rows = {**rows, TOKENS: tokens, TOKENS_MASK: mask}
-            if TEXT in rows:
-                texts = [np.random.default_rng(p).integers(0, 200, TEXT_COLUMNS + 1) for p in rows["position"]]
-                mask = np.arange(TEXT_COLUMNS) < rows["position"][:, None] % 5 * 4
-                rows |= {TEXT: np.stack(texts), TEXT_MASK: mask}
+            targets = {TOKENS: rows["position"] % 7 + 1, TEXT: rows["position"] % 5 * 4}
+            for name in targets.keys() & rows.keys():
+                width = rows[name].shape[1]
+                tokens = np.stack([np.random.default_rng(p).integers(0, 200, width) for p in rows["position"]])
+                rows = {**rows, name: np.where(np.arange(width) <= targets[name][:, None], tokens, -1)}
             return collate_fn(rows)
 
         return super().iter_torch_batches(collate_fn=collate, **options)
@@ -129,18 +126,18 @@ def test_plan_counts_flops_and_rows_have_action_tokens(setting):
     columns = vla.build_dataset(run)
     row = columns.prepare(columns.read(stream=(0, run.rows.last_row)).example())
     tokenizer = ActionTokenizer.load(setting[0] / "tokenizer")
-    count = int(row[TOKENS_MASK].sum())
-    assert row[TOKENS][0, :count].tolist() == [*tokenizer.encode(row["action"])[0], tokenizer.vocabulary]
+    ids, end = tokenizer.encode(row["action"])[0], tokenizer.vocabulary
+    assert row[TOKENS][0, : len(ids) + 3].tolist() == [end + 1, *ids, end, -1]
 
 
 def written(run, columns):
     """Decode the texts that rows train."""
     preprocessor, _ = run.policy.processors()
     tokenizer, texts = tokenizer_step(preprocessor).input_tokenizer, []
-    for tokens, mask in zip(columns[TEXT], columns[TEXT_MASK], strict=True):
-        ids = tokens[1:][mask]
-        assert not len(ids) or (tokens[0], ids[-1]) == ends_of_text(tokenizer)
-        texts.append(tokenizer.decode(ids[:-1]))
+    for tokens in columns[TEXT]:
+        ids = tokens[tokens >= 0]
+        assert not len(ids) or (ids[0], ids[-1]) == ends_of_text(tokenizer)
+        texts.append(tokenizer.decode(ids[1:-1]))
     return texts
 
 
@@ -166,7 +163,7 @@ def test_every_second_row_has_subtask_in_prompt_and_others_as_target(setting):
     assert np.array_equal(unplaced["observation.language.tokens"], without)
     expected = np.where(np.arange(6)[:, None] % 2 == 1, with_subtask, without)
     assert np.array_equal(placed["observation.language.tokens"], expected)
-    assert all(np.array_equal(placed[key], plain(rows)[key]) for key in (TOKENS, TOKENS_MASK, "action"))
+    assert all(np.array_equal(placed[key], plain(rows)[key]) for key in (TOKENS, "action"))
 
 
 @pytest.mark.parametrize(("text", "error"), [

@@ -29,7 +29,7 @@ from vla_finetuning.plan.matching import _read_texts
 from vla_finetuning.plan.resolve import resolve, with_stats
 from vla_finetuning.policies.action_tokens import ActionTokenizer
 from vla_finetuning.policies.attention import Choice
-from vla_finetuning.policies.families.insulation import TOKENS_MASK
+from vla_finetuning.policies.families.insulation import TOKENS
 from vla_finetuning.policies.pipelines import tokenizer_step
 from vla_finetuning.run.folder import CONFIG_NAME, attempts
 from vla_finetuning.training import model
@@ -108,8 +108,7 @@ def test_rows_without_actions_train_their_text_without_state_in_prompts(setting)
         text if is_text or position % 2 == 0 else ""
         for text, is_text, position in zip(raw["subtask"], texts, raw["position"], strict=True)
     ]
-    assert (columns[ROBOT] == np.where(texts, -1, 0)).all()
-    assert not columns[TOKENS_MASK][texts].any() and columns[TOKENS_MASK][~texts].any(axis=1).all()
+    assert not columns[ROBOT].any() and (columns[TOKENS][texts] == -1).all() and (columns[TOKENS][~texts, 1] >= 0).all()
     assert columns[TOP + IS_PRESENT].all() and (columns[WRIST + IS_PRESENT] == ~texts).all()
     assert not columns[WRIST][texts].any() and columns[TOP][texts].any()
 
@@ -168,7 +167,7 @@ def test_videos_of_a_known_robot_have_its_state_in_prompts(setting):
     prompts = lerobot_prompts(normalised.float(), raw["task"][videos].tolist())
     expected = tokenizer_step(run.policy.processors()[0])._tokenize_text(prompts)["input_ids"].numpy()
     np.testing.assert_array_equal(columns[TOKENS_OF_PROMPT][videos], expected)
-    assert (columns[ROBOT][videos] == -1).all() and set(written(run, columns)) >= {"go to the red bin"}
+    assert (columns[TOKENS][videos] == -1).all() and set(written(run, columns)) >= {"go to the red bin"}
 
 
 # ---- statistics, chunks, evaluation --------------------------------------------------------------------------------
@@ -294,7 +293,7 @@ def test_different_robots_have_their_own_prompts_and_masks(setting, tmp_path, mo
     assert roots_of(run) == ["arm", "robot", "answers", "videos"]
     raw, columns = read(run, 32)
     number = raw["dataset_index"]
-    assert (columns[ROBOT] == np.array([0, 1, -1, -1])[number]).all()
+    assert (columns[ROBOT] == np.array([0, 1, 0, 1])[number]).all()
     assert (columns[WRIST + IS_PRESENT] == (number < 2)).all()
     tokenizer = tokenizer_step(run.policy.processors()[0]).input_tokenizer
     openings = ("task : arm : ", "task : gantry : ", "task : w", "task : gantry : ")

@@ -252,7 +252,7 @@ class PreparedRobot:
         widths: widths of vectors, which a block pads with zeros.
         opening: prefix of their instructions.
         datasets: values of `dataset_index`.
-        acts: whether the rows have actions.
+        robot: index of the robot.
     """
 
     prepare: Prepare
@@ -260,7 +260,7 @@ class PreparedRobot:
     widths: Mapping[str, int]
     opening: str = ""
     datasets: tuple[int, ...] = ()
-    acts: bool = True
+    robot: int = 0
 
 
 class PrepareRobots:
@@ -269,7 +269,7 @@ class PrepareRobots:
     With one robot alone, the result is exactly that of its `Prepare`.
 
     Args:
-        robots: robots, then datasets without actions.
+        robots: robots, and datasets without actions.
         cameras: all cameras in a block.
         per_robot_dims: whether each row's loss covers only its robot's action dimensions.
     """
@@ -283,8 +283,8 @@ class PrepareRobots:
         """Prepare a block as `Prepare` does, with vectors padded to the widest robot.
 
         With several robots, there are three more kinds of columns: `CAMERA_is_present` bool (N,) for each camera,
-        `robot_index` int64 (N,), -1 for rows without actions, and with `per_robot_dims` `action_dims` bool (N, A), True
-        for dimensions of the row's robot.
+        `robot_index` int64 (N,), and with `per_robot_dims` `action_dims` bool (N, A), True for dimensions of the row's
+        robot.
         """
         if len(self._robots) == 1:
             return self._robots[0].prepare(batch)
@@ -305,7 +305,7 @@ class PrepareRobots:
                 if key in layout.widths:
                     out = out[..., : value.shape[-1]]
                 out[rows] = value
-        columns |= {**prepared, ROBOT: np.where(np.array([layout.acts for layout in self._robots])[robot], robot, -1)}
+        columns |= {**prepared, ROBOT: np.array([layout.robot for layout in self._robots])[robot]}
         for key in self._cameras:
             columns[key + IS_PRESENT] = np.array([key in layout.cameras for layout in self._robots])[robot]
         if self._per_robot_dims:

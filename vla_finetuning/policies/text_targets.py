@@ -21,8 +21,8 @@ from lerobot.processor import PolicyProcessorPipeline, ProcessorStep
 from vla_finetuning.policies.family import Columns
 from vla_finetuning.policies.texts import TASK
 
-# Columns of a batch: text tokens with begin and end token, and the mask of the tokens after the first.
-TEXT, TEXT_MASK = "text_tokens", "text_tokens_mask"
+# Column of a batch: text tokens as `padded` returns them.
+TEXT = "text_tokens"
 # Most tokens of a text with its end token, S.
 TEXT_COLUMNS = 32
 
@@ -41,6 +41,14 @@ def ends_of_text(tokenizer: Any) -> tuple[int, int]:
     """Return the begin and end token of texts; the padding token if the tokenizer lacks one."""
     begin, end, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     return pad if begin is None else begin, pad if end is None else end
+
+
+def padded(rows: Sequence[Sequence[int]], targets: int) -> np.ndarray:
+    """Pad or cut tokens of rows to a begin token and so many targets: int64 (N, targets + 1), -1 for padding."""
+    tokens = np.full((len(rows), targets + 1), -1, np.int64)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids[: len(row)]
+    return tokens
 
 
 class StatelessPrompts(Pi05PrepareStateTokenizerProcessorStep):
@@ -66,7 +74,7 @@ def without_state(preprocessor: PolicyProcessorPipeline) -> PolicyProcessorPipel
 
 @dataclass(frozen=True)
 class WithText:
-    """Run `prepare` and add TEXT int64 (N, S + 1) and TEXT_MASK bool (N, S), from the texts of `column`.
+    """Run `prepare` and add TEXT int64 (N, S + 1), from the texts of `column`.
 
     Rows at odd positions of a run's stream have their text in the prompt and no target, unless they are of the datasets
     `without_actions`. Rows without a text have neither.
@@ -87,22 +95,22 @@ class WithText:
             for task, text, append in zip(batch[TASK], texts, in_prompt, strict=True)
         ]
         prepared = self.prepare({**batch, TASK: np.array(task, object)})
+        rows = [[] if append else self._encode(text) for text, append in zip(texts, in_prompt, strict=True)]
+        return {**prepared, TEXT: padded(rows, TEXT_COLUMNS)}
+
+    def _encode(self, text: str) -> list[int]:
+        if not text:
+            return []
         begin, end = ends_of_text(self.tokenizer)
-        tokens = np.full((len(texts), TEXT_COLUMNS + 1), end, np.int64)
-        mask = np.zeros((len(texts), TEXT_COLUMNS), bool)
-        for row, text in enumerate(texts):
-            if not text or in_prompt[row]:
-                continue
-            ids = [begin, *self.tokenizer(text, add_special_tokens=False)["input_ids"], end]
-            if len(ids) > TEXT_COLUMNS + 1:
-                raise ValueError(
-                    f"--train.text_targets={self.column}: {text!r:.200} has {len(ids) - 2} tokens, more than "
-                    f"{TEXT_COLUMNS - 1}: shorten it in the dataset"
-                )
-            if self.tokenizer.unk_token_id in ids[1:-1]:
-                raise ValueError(
-                    f"--train.text_targets={self.column}: the policy's tokenizer lacks a word of {text!r:.200}: name a "
-                    "policy whose tokenizer has it"
-                )
-            tokens[row, : len(ids)], mask[row, : len(ids) - 1] = ids, True
-        return {**prepared, TEXT: tokens, TEXT_MASK: mask}
+        ids = [begin, *self.tokenizer(text, add_special_tokens=False)["input_ids"], end]
+        if len(ids) > TEXT_COLUMNS + 1:
+            raise ValueError(
+                f"--train.text_targets={self.column}: {text!r:.200} has {len(ids) - 2} tokens, more than "
+                f"{TEXT_COLUMNS - 1}: shorten it in the dataset"
+            )
+        if self.tokenizer.unk_token_id in ids[1:-1]:
+            raise ValueError(
+                f"--train.text_targets={self.column}: the policy's tokenizer lacks a word of {text!r:.200}: name a "
+                "policy whose tokenizer has it"
+            )
+        return ids

@@ -12,7 +12,7 @@ from lerobot.processor import UnnormalizerProcessorStep
 from lerobot.utils.constants import ACTION
 
 from lerobot_datasource import LeRobotDatasource, read_source
-from vla_finetuning.columns import IS_SKIPPED, ROBOT
+from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.data.dataset import known_episodes
 from vla_finetuning.data.metadata import DatasetMetadata, dimension_names
 from vla_finetuning.data.options import Features, Reading, Selection
@@ -41,7 +41,7 @@ def read_chunks(run: Run) -> list[Chunks]:
     prepare = LazyPickle(make_prepare(run.policy, rows))
     source = rows.source((0, min(FITTED_ROWS, rows.per_epoch)), prepare, ROW_BYTES)
     batches = list(read_source(source).iter_batches(batch_size=None))
-    keys = {ACTION, ROBOT, IS_SKIPPED} & batches[0].keys()
+    keys = {ACTION, "dataset_index", IS_SKIPPED} & batches[0].keys()
     return _by_robot(run.policy, rows, {key: np.concatenate([batch[key] for batch in batches]) for key in keys})
 
 
@@ -105,16 +105,15 @@ def _without_cameras(rows: Rows) -> Rows:
 
 def _by_robot(policy: PolicySpec, rows: Rows, columns: Columns) -> list[Chunks]:
     chunks = columns[ACTION]
-    robot_of_row = columns.get(ROBOT, np.zeros(len(chunks), np.int64))
     is_read = ~columns.get(IS_SKIPPED, np.zeros(len(chunks), bool))
     return [
         Chunks(
-            chunks[is_read & (robot_of_row == number)],
+            chunks[is_read & np.isin(columns["dataset_index"], robot.datasets)],
             *_ends(policy.select_robot(robot), robot.widths[ACTION]),
             tuple(dimension_names(rows.metas[robot.datasets[0]], ACTION)),
             robot.label,
         )
-        for number, robot in enumerate(policy.robots)
+        for robot in policy.robots
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,24 +100,22 @@ def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> Trainable
 
 def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
     """Return the CPU half of the policy's preprocessor, or of each robot's, for read tasks."""
-    family = family_of(spec.config)
-    robots, texts = list[PreparedRobot](), list[PreparedRobot]()
-    for robot in spec.robots:
+    family, layouts = family_of(spec.config), list[PreparedRobot]()
+    for number, robot in enumerate(spec.robots):
         preprocessor, _ = spec.select_robot(robot).processors()
         cameras = robot.cameras if spec.mixes_robots else rows.camera_keys
-        options: Any = {"trusted": spec.trusted, "texts": family.reads_texts}
-        options |= {"camera_keys": cameras, "config": robot.config}
-        pipeline = Prepare(preprocessor, **options)
-        robots.append(PreparedRobot(pipeline, frozenset(cameras), robot.widths, robot.opening, robot.datasets))
+        make = partial(
+            Prepare, camera_keys=cameras, config=robot.config, trusted=spec.trusted, texts=family.reads_texts
+        )
+        pipeline = make(preprocessor)
+        layouts.append(PreparedRobot(pipeline, frozenset(cameras), robot.widths, robot.opening, robot.datasets, number))
         for text in robot.texts:
-            pipeline = robots[-1].prepare if text.state else Prepare(without_state(preprocessor), **options)
-            layout = PreparedRobot(pipeline, text.cameras, robot.widths, text.opening, (text.number,), acts=False)
-            texts.append(layout)
-    prepare: Callable[[Columns], Columns]
-    own_dims = spec.mixes_robots and spec.train.pad_loss == "own"
-    prepare = PrepareRobots([*robots, *texts], rows.camera_keys, own_dims)
+            prepare = pipeline if text.state else make(without_state(preprocessor), camera_keys=cameras)
+            layouts.append(PreparedRobot(prepare, text.cameras, robot.widths, text.opening, (text.number,), number))
+    per_robot_dims = spec.mixes_robots and spec.train.pad_loss == "own"
+    prepare_rows: Callable[[Columns], Columns] = PrepareRobots(layouts, rows.camera_keys, per_robot_dims)
     if rows.positive is not None:
-        prepare = WithAdvantage(prepare, rows.positive, ADVANTAGE, LABEL_DROPOUT, spec.seed)
-    without_actions = [number for text in texts for number in text.datasets]
-    prepare = family.prepared(prepare, spec.config, tokenizer_step(preprocessor), without_actions)
-    return WithPosition(prepare) if spec.augments else prepare
+        prepare_rows = WithAdvantage(prepare_rows, rows.positive, ADVANTAGE, LABEL_DROPOUT, spec.seed)
+    without_actions = [text.number for robot in spec.robots for text in robot.texts]
+    prepare_rows = family.prepared(prepare_rows, spec.config, tokenizer_step(preprocessor), without_actions)
+    return WithPosition(prepare_rows) if spec.augments else prepare_rows

@@ -24,7 +24,6 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OPENPI_ATTENTION_MASK_VALUE
 from torch import Tensor, nn
 
-from vla_finetuning.columns import ROBOT
 from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies.action_tokens import (
     ACTION_TOKENIZER_FOLDER,
@@ -40,16 +39,14 @@ from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.families.pi05 import PI05, PI05Loss, Prefix, image_tokens, norm, suffix_layer
 from vla_finetuning.policies.family import MEAN_COUNT, Chunks, Columns, Family, PolicyLoss
 from vla_finetuning.policies.flow import ROW_FACTORS, repeat_rows
-from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, TEXT_MASK, WithText
+from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, WithText, padded
 from vla_finetuning.policies.tiny_pi05 import SPARE_WORD
 from vla_finetuning.terminal import print_safe
 
-# Columns of a batch: action tokens, and their mask, False for padding.
-TOKENS, TOKENS_MASK = "action_tokens", "action_tokens_mask"
-# Suffix of the column with the flat indices at which a mask is True, for rows that could be read.
+# Column of a batch: action tokens as `padded` returns them; rows without an action have none.
+TOKENS = "action_tokens"
+# Suffix of the column with the flat indices of the targets in a column of tokens, of rows that could be read.
 INDICES = "_indices"
-# Mask of the rows with an action; `inputs` adds it before it replaces the -1 in ROBOT.
-HAS_ACTION = "has_action"
 # PaliGemma's last words stand for image segments; LeRobot's PI0-FAST does not use them either.
 LAST_WORDS = 128
 # Layers with adapters, as --peft.target_modules: LeRobot's own choice has none in the language model.
@@ -60,8 +57,8 @@ class InsulatedLoss(PI05Loss):
     """Cross-entropy of action and text tokens plus `flow_weight` times PI0.5's loss, whose gradient ends at the expert.
 
     The cross-entropy is a mean over the tokens of the batch. The flow loss is a mean over the rows with an action
-    (ROBOT other than -1). With MEAN_COUNT both are means over the whole optimizer step. Logits are computed only for
-    tokens with a loss (`micro_batch`). Logits of action tokens cover only the words that stand for action tokens;
+    (those with action tokens). With MEAN_COUNT both are means over the whole optimizer step. Logits are computed only
+    for tokens with a loss (`micro_batch`). Logits of action tokens cover only the words that stand for action tokens;
     logits of text cover all words, as in `write`. The output head is the word embedding, as in PaliGemma.
     """
 
@@ -82,28 +79,24 @@ class InsulatedLoss(PI05Loss):
     def prefix_of_flow(self, prefix: Prefix) -> Prefix:
         return replace(prefix, keys_values=[(key.detach(), value.detach()) for key, value in prefix.keys_values])
 
-    def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        robot = {ROBOT: batch[ROBOT].clamp_min(0)} if ROBOT in batch else {}
-        return {**super().inputs(batch), HAS_ACTION: _has_action(batch), **robot}
-
     def reduce(self, losses: Tensor, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
         """Reduce the flow loss of rows with an action; with `per_row`, others are NaN, which means by robot skip."""
-        absent = ~repeat_rows(batch[HAS_ACTION], draws)[:, None, None]
+        absent = ~repeat_rows(_has_action(batch), draws)[:, None, None]
         reduced = super().reduce(losses.masked_fill(absent, math.nan if per_row else 0.0), batch, draws, per_row)
-        return reduced if per_row else reduced * (len(batch[HAS_ACTION]) / self._mean_count(batch)[1].to(reduced.dtype))
+        return reduced if per_row else reduced * (len(batch[TOKENS]) / self._mean_count(batch)[1].to(reduced.dtype))
 
     def combine(self, losses: Tensor, prefix: Prefix, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
         flow = super().combine(losses, prefix, batch, draws, per_row)
         by_token, metrics = self.token_losses(prefix, batch), {}
         if TEXT in batch:
             by_text = self.text_losses(prefix, batch)
-            metrics["text_loss"] = by_text.sum() / _loss_mask(batch, TEXT_MASK).sum()  # NaN, which is skipped, for none
+            metrics["text_loss"] = by_text.sum() / _loss_mask(batch, TEXT).sum()  # NaN, which is skipped, for none
             by_token = torch.cat([by_token, by_text], dim=1)
         for factor in batch.keys() & ROW_FACTORS:
             by_token = by_token * batch[factor][:, None]
         if per_row:
             counts = _all_loss_masks(batch).sum(dim=1).clamp_min(1)
-            flow = flow.masked_fill(~repeat_rows(batch[HAS_ACTION], draws), 0.0)
+            flow = flow.masked_fill(~repeat_rows(_has_action(batch), draws), 0.0)
             return (by_token.sum(dim=1) / counts).repeat_interleave(draws) + self._flow_weight * flow
         cross_entropy = by_token.sum() / self._mean_count(batch)[0]
         self.add_metrics({"flow_loss": flow, "token_loss": cross_entropy, **metrics})
@@ -118,22 +111,19 @@ class InsulatedLoss(PI05Loss):
 
     def token_losses(self, prefix: Prefix, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the cross-entropy of each action token, float32 (B, F); 0 for padding."""
-        targets = batch[TOKENS]
         embedding = self._language_model.embed_tokens
         # Two more words follow the action tokens: the end, which is a target, and the beginning, which is not.
         unused = LAST_WORDS if spare_words(self.policy.config) is None else 0
         first = embedding.num_embeddings - 1 - unused
-        words = first - torch.arange(self._end + 1, device=targets.device)
-        inputs = torch.cat([targets.new_full((len(targets), 1), self._end + 1), targets[:, :-1]], dim=1)
-        hidden = self._run_tokens(prefix, embedding(first - inputs))
-        head = embedding(words) / embedding.embed_scale
-        return _token_losses(hidden, head, targets, batch[TOKENS_MASK + INDICES])
+        words = first - torch.arange(self._end + 1, device=batch[TOKENS].device)
+        hidden = self._run_tokens(prefix, embedding(first - _inputs(batch[TOKENS])))
+        return _token_losses(hidden, embedding(words) / embedding.embed_scale, batch, TOKENS)
 
     def text_losses(self, prefix: Prefix, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the cross-entropy of each text token, float32 (B, S); 0 for padding."""
         embedding = self._language_model.embed_tokens
-        hidden = self._run_tokens(prefix, embedding(batch[TEXT][:, :-1]))
-        return _token_losses(hidden, embedding.weight, batch[TEXT][:, 1:], batch[TEXT_MASK + INDICES])
+        hidden = self._run_tokens(prefix, embedding(_inputs(batch[TEXT])))
+        return _token_losses(hidden, embedding.weight, batch, TEXT)
 
     def _run_tokens(self, prefix: Prefix, hidden: Tensor) -> Tensor:
         """Run the language model causally over N tokens after the prefix, from and to hidden (B, N, width)."""
@@ -168,26 +158,31 @@ def _token_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
     return suffix_layer(layer, hidden, *inputs)
 
 
-def _token_losses(hidden: Tensor, head: Tensor, targets: Tensor, indices: Tensor) -> Tensor:
+def _inputs(tokens: Tensor) -> Tensor:
+    """Return the tokens before each target; any for padding, which has no loss and which no target attends to."""
+    return tokens[:, :-1].clamp_min(0)
+
+
+def _token_losses(hidden: Tensor, head: Tensor, batch: Mapping[str, Tensor], name: str) -> Tensor:
+    targets, indices = batch[name][:, 1:], batch[name + INDICES]
     logits = F.linear(hidden.flatten(0, 1).index_select(0, indices), head.to(hidden.dtype)).float()
     losses = F.cross_entropy(logits, targets.flatten().index_select(0, indices), reduction="none")
     return losses.new_zeros(targets.numel()).index_copy(0, indices, losses).view(targets.shape)
 
 
 def _has_action(batch: Mapping[str, Tensor]) -> Tensor:
-    if HAS_ACTION in batch:
-        return batch[HAS_ACTION]
-    return batch[ROBOT] >= 0 if ROBOT in batch else torch.ones_like(batch[TOKENS_MASK][:, 0])
+    return batch[TOKENS][:, 0] >= 0
 
 
-def _loss_mask(batch: Mapping[str, Any], mask: str) -> Any:
-    """Return the mask without tokens of unreadable rows, bool (B, N)."""
-    return batch[mask] & batch["is_read"][:, None] if "is_read" in batch else batch[mask]
+def _loss_mask(batch: Mapping[str, Any], name: str) -> Any:
+    """Return the mask of the targets in a column of tokens, without those of unreadable rows, bool (B, N)."""
+    mask = batch[name][:, 1:] >= 0
+    return mask & batch["is_read"][:, None] if "is_read" in batch else mask
 
 
 def _all_loss_masks(batch: Mapping[str, Tensor]) -> Tensor:
     """Return the mask of all tokens with a loss, bool (B, F) or with text (B, F + S)."""
-    return torch.cat([_loss_mask(batch, mask) for mask in (TOKENS_MASK, TEXT_MASK) if mask in batch], dim=1)
+    return torch.cat([_loss_mask(batch, name) for name in (TOKENS, TEXT) if name in batch], dim=1)
 
 
 @dataclass(frozen=True)
@@ -228,13 +223,13 @@ class InsulatedPI05(PI05):
         if self.text is not None:
             prepare = WithText(prepare, self.text, tokenizer_step.input_tokenizer, without_actions)
         if (tokenizer := self.action_tokenizer) is not None:
-            prepare = WithActionTokens(prepare, tokenizer, token_columns(config))
+            prepare = WithActionTokens(prepare, tokenizer, token_columns(config), without_actions)
         return prepare
 
     def micro_batch(self, columns: Columns) -> Columns:
         """Add the flat indices of tokens with a loss, int64 (M,): on the device they would need a host read."""
-        masks = {key: _loss_mask(columns, key) for key in (TOKENS_MASK, TEXT_MASK) if key in columns}
-        return {**columns, **{key + INDICES: np.flatnonzero(mask) for key, mask in masks.items()}}
+        masks = {name: _loss_mask(columns, name) for name in (TOKENS, TEXT) if name in columns}
+        return {**columns, **{name + INDICES: np.flatnonzero(mask) for name, mask in masks.items()}}
 
     def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path | None) -> InsulatedPI05:
         """Load the tokenizer that checkpoints were trained with, or fit one.
@@ -270,13 +265,9 @@ class InsulatedPI05(PI05):
         self, config: Any, rows: int, draws: int, device: torch.device | str
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         batch, noise, time = super().empty_inputs(config, rows, draws, device)
-        shapes = {(TOKENS, TOKENS_MASK): (token_columns(config), token_columns(config))}
-        if self.text is not None:
-            shapes[TEXT, TEXT_MASK] = TEXT_COLUMNS + 1, TEXT_COLUMNS
-        for (tokens, mask), (columns, masked) in shapes.items():
-            batch[tokens] = torch.empty(rows, columns, dtype=torch.int64, device=device)
-            batch[mask] = torch.empty(rows, masked, dtype=torch.bool, device=device)
-            batch[mask + INDICES] = torch.empty(rows * masked, dtype=torch.int64, device=device)
+        for name, targets in {TOKENS: token_columns(config), **({TEXT: TEXT_COLUMNS} if self.text else {})}.items():
+            batch[name] = torch.empty(rows, targets + 1, dtype=torch.int64, device=device)
+            batch[name + INDICES] = torch.empty(rows * targets, dtype=torch.int64, device=device)
         return batch, noise, time
 
     def tokens(self, config: Any, cameras: int, draws: int = 1, prompt: int | None = None) -> int:
@@ -286,24 +277,22 @@ class InsulatedPI05(PI05):
 
 @dataclass(frozen=True)
 class WithActionTokens:
-    """Run `prepare` and add TOKENS int64 (N, F), with the end token, and TOKENS_MASK bool (N, F).
+    """Run `prepare` and add TOKENS int64 (N, F + 1), from begin token to end token; none for rows `without_actions`.
 
-    Keep the first F tokens of a longer chunk: they encode the lowest frequencies. Mask those of rows without an action.
+    Keep the first F tokens of a longer chunk: they encode the lowest frequencies.
     """
 
     prepare: Callable[[Columns], Columns]
     tokenizer: ActionTokenizer
     columns: int
+    without_actions: Sequence[int] = ()
 
     def __call__(self, batch: Columns) -> Columns:
         prepared = self.prepare(batch)
-        rows = [[*ids, self.tokenizer.vocabulary][: self.columns] for ids in self.tokenizer.encode(prepared[ACTION])]
-        tokens, mask = np.zeros((len(rows), self.columns), np.int64), np.zeros((len(rows), self.columns), bool)
-        for number, ids in enumerate(rows):
-            tokens[number, : len(ids)], mask[number, : len(ids)] = ids, True
-        if ROBOT in prepared:
-            mask &= prepared[ROBOT][:, None] >= 0
-        return {**prepared, TOKENS: tokens, TOKENS_MASK: mask}
+        tokens, end = self.tokenizer.encode(prepared[ACTION]), self.tokenizer.vocabulary
+        absent = np.isin(batch["dataset_index"], self.without_actions)
+        rows = [[] if skip else [end + 1, *ids, end] for ids, skip in zip(tokens, absent, strict=True)]
+        return {**prepared, TOKENS: padded(rows, self.columns)}
 
 
 def insulated(plain: Family, config: PreTrainedConfig, train: TrainOptions, folder: Path | None) -> InsulatedPI05:
