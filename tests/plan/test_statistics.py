@@ -228,6 +228,16 @@ def test_relative_action_statistics_match_numpy(setting):
     assert_numpys(run.robots[0].stats["action"], np.concatenate(rows).astype(np.float64))
 
 
+def test_plan_refuses_relative_actions_that_dataset_cannot_have(setting, tmp_path):
+    folder, _, base = setting
+    narrow, relative = make_dataset(tmp_path / "narrow", state_dim=2), {"policy.use_relative_actions": "true"}
+    with pytest.raises(ValueError, match="as many dimensions as 'action' has, 3; found 2"):
+        in_process.resolved((folder, narrow, base), **relative)
+    with pytest.raises(ValueError, match="chunks of 12 frames, and the longest episode has 11; lower --policy.chunk_s"):
+        in_process.resolved(setting, **relative, **{"policy.chunk_size": 12, "dataset.episodes": "1,3"})
+    in_process.resolved(setting, **relative, **{"policy.chunk_size": 12, "dataset.episodes": "0,1"})
+
+
 def test_export_carries_trained_statistics(setting, tmp_path):
     run = with_stats(in_process.resolved(averaged(setting)))
     data = vla.build_dataset(run)

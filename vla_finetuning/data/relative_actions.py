@@ -43,7 +43,6 @@ def relative_action_stats(
 
     Parameters and errors are those of `complete_stats`.
     """
-    check_relative(meta, relative, episodes)
     orders = [meta.features[key].order for key in (ACTION, STATE)]
     name = digest(
         meta, [ACTION], episodes, {**asdict(relative), "state": stored_as(meta.features[STATE]), "orders": orders}

@@ -22,7 +22,7 @@ from vla_finetuning.data.frames import movement_keys
 from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, dimension_names
 from vla_finetuning.data.quantiles import LIMITS, Source, exact_stats, outside, sample_rows
-from vla_finetuning.data.relative_actions import ACTION, RelativeActions, relative_action_stats
+from vla_finetuning.data.relative_actions import ACTION, RelativeActions, check_relative, relative_action_stats
 from vla_finetuning.data.statistics import RANGES, Stats, check_stats, complete_stats
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.dataset import DatasetOptions
@@ -68,6 +68,10 @@ def _decide_robot(config: Config, rows: Rows, robot: Robot) -> tuple[Robot, Mode
     needed = needed_stats(d, rows, robot)
     relative = relative_actions(robot.config)
     missing = missing_stats(metas, needed, () if relative is None else ("action",))
+    if relative is not None and ACTION in missing:
+        for number, meta in enumerate(metas):
+            episodes = known_episodes(meta) if d.statistics == "lerobot" else rows.train_episodes[number]
+            check_relative(meta, replace(relative, step=rows.window_step(number)), episodes)
     vectors = needed_of_vectors(metas[0].features, needed)
     computed_anew = set(vectors) if d.statistics == "exact" else set() if relative is None else {ACTION}
     for meta in metas:
