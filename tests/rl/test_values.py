@@ -1,6 +1,7 @@
 """`value.py`: training through Ray, labels, scores and report, against plain numpy."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 import value
 from tests.buckets import forget, runs_bucket
-from tests.datasets import make_dataset
+from tests.datasets import edit_json, make_dataset
 from tests.in_process import RunRows, tasks_here, train
 from tests.tiny import make_base
 from vla_finetuning.buckets import mirror
@@ -319,3 +320,12 @@ def test_saved_config_contains_resolved_options(setting):
 def test_invalid_value_options_are_refused(setting, changes, message):
     with pytest.raises(ValueError, match=message):
         resolved(setting, **changes)
+
+
+def test_datasets_of_different_rates_are_refused(setting, tmp_path):
+    """Also where the actions of a chunk are equally far apart."""
+    faster = shutil.copytree(setting[1], tmp_path / "faster")
+    edit_json(faster / "meta/info.json", lambda info: info.update(fps=20))
+    mixture = json.dumps({str(setting[1]): {}, str(faster): {"fps": 10}})
+    with pytest.raises(ValueError, match="have 10 and 20 frames per second, .*--value.horizon count frames: give"):
+        resolved(setting, **{"dataset.root": "null", "dataset.mixture": mixture})

@@ -71,6 +71,12 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
     if datasets is None:
         options, datasets = find_datasets(options)
     metas = tuple(map(without_labels, datasets.metas))
+    if len(rates := {meta.fps: meta.root for meta in metas}) > 1:
+        (a, first), (b, second), *_ = rates.items()
+        raise ValueError(
+            f"datasets {first} and {second} have {a} and {b} frames per second, and returns and --value.horizon count "
+            "frames: give value.py datasets of one rate"
+        )
     episodes = [chosen for chosen, _ in choose(options, datasets)]
     success = episode_success(config.outcome, metas, episodes, datasets.roots, absolute)
     corrected = corrected_frames(config.outcome, metas, episodes)
