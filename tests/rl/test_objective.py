@@ -1,6 +1,7 @@
 """Objectives: advantages, losses and gradients, against torch, numpy and REINFORCE."""
 
 import copy
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,7 +44,8 @@ def test_advantages_and_used_episodes_per_group(loss):
     # A failed episode is left out of its group, which may then have no difference left.
     nan = torch.nan
     failed = torch.tensor([[1.0, nan, 0, 1], [1, 0, 1, 1], [nan, nan, nan, 1], [1, 1, nan, 1]])
-    advantages, used = objective.advantages(failed), used_by(objective, failed)
+    with warnings.catch_warnings(action="error"):
+        advantages, used = objective.advantages(failed), used_by(objective, failed)
     for row, played in ((0, [0, 2, 3]), (1, [0, 1, 2, 3])):
         group = failed[row, played].double().numpy()
         expected = torch.from_numpy((group - group.mean()) / (group.std(ddof=1) + 1e-6))

@@ -63,7 +63,7 @@ class GRPO(Objective):
         Failed episodes do not count in their group, and have the advantage 0.
         """
         advantages = self._normalised(returns)
-        for row in returns.isnan().any(dim=1).nonzero().flatten():
+        for row in (returns.isnan().any(dim=1) & ~equal_returns(returns)).nonzero().flatten():
             played = returns[row].isfinite()
             advantages[row, played] = self._normalised(returns[row, played][None])[0]
         return torch.where(comparable(returns), advantages, 0.0)
