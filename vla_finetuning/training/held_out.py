@@ -104,9 +104,9 @@ class HeldOutLoss:
         time, None for an empty interval.
         """
         started = time.perf_counter()
-        rows = len(self._rows.positions) * self._per_row
+        rows, chunk = len(self._rows.positions) * self._per_row, self._size * self._per_row
         # Loss, whether it counts, and time of every draw of every row. Zeros for rows of other ranks.
-        table = torch.zeros(3, rows, device=self._device)
+        table = torch.zeros(3, self._chunks * chunk, device=self._device)
         loss.eval()
         try:
             with torch.no_grad():
@@ -114,19 +114,16 @@ class HeldOutLoss:
                 for number, batch in zip(self._assigned, batches, strict=True):
                     values, times = self._losses(loss, batch, number, autocast)
                     if number < self._chunks:
-                        first = number * self._size * self._per_row
-                        chunk_columns = table[:, first : first + self._size * self._per_row]
-                        # The last chunk may be padded.
-                        values, times = values[: chunk_columns.shape[1]], times[: chunk_columns.shape[1]]
-                        counted = batch[IS_SKIPPED].logical_not() if IS_SKIPPED in batch else torch.ones(self._size)
-                        counted = counted.repeat_interleave(self._per_row)[: chunk_columns.shape[1]]
-                        chunk_columns.copy_(torch.stack([values, counted.to(values), times]))
+                        counted = torch.ones_like(values)
+                        if IS_SKIPPED in batch:
+                            counted = batch[IS_SKIPPED].logical_not().repeat_interleave(self._per_row).to(values)
+                        table[:, number * chunk :][:, : len(values)] = torch.stack([values, counted, times])
         finally:
             loss.train()
             free_gathered(loss)
         if dist.is_initialized():
             dist.all_reduce(table)
-        summary = self._summary(*table.cpu().double().numpy())
+        summary = self._summary(*table[:, :rows].cpu().double().numpy())  # the last chunk may be padded
         return {**summary, "eval_s": time.perf_counter() - started}
 
     def _losses(
