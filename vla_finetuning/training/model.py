@@ -104,10 +104,8 @@ def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
     for number, robot in enumerate(spec.robots):
         preprocessor, _ = spec.select_robot(robot).processors()
         cameras = robot.cameras if spec.mixes_robots else rows.camera_keys
-        make = partial(
-            Prepare, camera_keys=cameras, config=robot.config, trusted=spec.trusted, texts=family.reads_texts
-        )
-        pipeline = make(preprocessor)
+        make = partial(Prepare, config=robot.config, trusted=spec.trusted, texts=family.reads_texts)
+        pipeline = make(preprocessor, camera_keys=cameras)
         layouts.append(PreparedRobot(pipeline, frozenset(cameras), robot.widths, robot.opening, robot.datasets, number))
         for text in robot.texts:
             prepare = pipeline if text.state else make(without_state(preprocessor), camera_keys=cameras)
