@@ -99,7 +99,8 @@ Step = Uniform | Sequential | Subset
 
 # ---- random numbers -------------------------------------------------------------------------------------------------
 
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# As int64.
+_GOLDEN, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def draw_uniform(seed: int, position: Tensor, camera: int) -> Tensor:
@@ -109,25 +110,20 @@ def draw_uniform(seed: int, position: Tensor, camera: int) -> Tensor:
     """
     key = int.from_bytes(hashlib.blake2b(struct.pack("<q", seed), digest_size=8).digest(), "little", signed=True)
     counters = (position[:, None] * 64 + camera) * DRAWS + torch.arange(DRAWS, device=position.device)
-    bits = _splitmix64(counters * _to_int64(_GOLDEN) + key)
+    bits = _splitmix64(counters * _GOLDEN + key)
     return _shift_right(bits, 40).to(torch.float32) / 2**24
 
 
 def _splitmix64(state: Tensor) -> Tensor:
     """Compute SplitMix64's output for states, int64 of any shape. Products wrap around."""
-    state = (state ^ _shift_right(state, 30)) * _to_int64(_FIRST)
-    state = (state ^ _shift_right(state, 27)) * _to_int64(_SECOND)
+    state = (state ^ _shift_right(state, 30)) * _FIRST
+    state = (state ^ _shift_right(state, 27)) * _SECOND
     return state ^ _shift_right(state, 31)
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
     """Shift right and fill with zeros (logical shift)."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _to_int64(value: int) -> int:
-    value &= 2**64 - 1
-    return value - 2**64 if value >= 2**63 else value
 
 
 class Augmentation:
@@ -143,9 +139,7 @@ class Augmentation:
 
         All frames of a row's window get the same parameters.
         """
-        step = self._steps.get(key)
-        if step is None:
-            return images
+        step = self._steps[key]
         numbers = draw_uniform(self._seed, position, self._numbers[key])[:, : step.draws]
         frames = images if images.ndim == 4 else images.flatten(0, 1)
         device_type = images.device.type if torch.amp.is_autocast_available(images.device.type) else "cpu"

@@ -137,12 +137,6 @@ class PolicySpec:
     def mixes_robots(self) -> bool:
         return len(self.robots) > 1
 
-    @property
-    def robot_of(self) -> tuple[int, ...]:
-        """Return the index in `robots` of each dataset, by `dataset_index`."""
-        pairs = [(dataset, number) for number, robot in enumerate(self.robots) for dataset in robot.datasets]
-        return tuple(number for _, number in sorted(pairs))
-
     def select_robot(self, robot: Robot) -> PolicySpec:
         return replace(self, config=robot.config, robots=(replace(robot, texts=()),))
 

@@ -165,9 +165,9 @@ class HeldOutLoss:
                 self._rows.tasks[number]: _mean(losses[chosen & (task == number)]) for number in many.tolist()
             }
         if self._spec.mixes_robots:
-            numbers = np.repeat(np.array(self._spec.robot_of)[self._rows.dataset], self._per_row)
+            dataset = np.repeat(self._rows.dataset, self._per_row)
             summary["eval_loss_by_robot"] = {
-                robot.name: _mean(losses[chosen & (numbers == n)]) for n, robot in enumerate(self._spec.robots)
+                robot.name: _mean(losses[chosen & np.isin(dataset, robot.datasets)]) for robot in self._spec.robots
             }
         if self._family.row_losses and self._spec.value is None:
             interval = np.minimum((times * TIME_INTERVALS).astype(int), TIME_INTERVALS - 1)
