@@ -235,7 +235,7 @@ def write_millions_of_tasks(root, name):
     [
         (write_huge_json, "meta/info.json", r"has 2,048.0 MiB, more than the \d+ MiB that it may"),
         (write_huge_json, "meta/stats.json", r"has 2,048.0 MiB, more than the \d+ MiB that it may"),
-        (write_long_instruction, "meta/tasks.parquet", "task 0 has 8,000,000 characters, more than the 20,000"),
+        (write_long_instruction, "meta/tasks.parquet", "task_index 0 has 8,000,000 characters, more than the 20,000"),
         (write_huge_footer, "meta/tasks.parquet", ".*footer of 2,048 MiB is larger than"),
         (write_millions_of_tasks, "meta/tasks.parquet", ": its tasks need 229 MiB"),
     ],

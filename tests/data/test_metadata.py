@@ -198,8 +198,8 @@ def test_unsupported_features_are_ignored_with_note(root, key, feature, note):
     edit_info(root, robot_type=["left", "right"])
     meta = load_metadata(root)
     assert meta.features == before.features and meta.robot_type is None
-    feature_note, robot_note = meta.not_read
-    assert f"feature {key!r}: {note}" in feature_note and "robot_type ['left', 'right']" in robot_note
+    (feature_note,) = meta.not_read
+    assert f"feature {key!r}: {note}" in feature_note
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def drop_all_episodes(root):
         tasks("task_index must hold whole numbers", task_index=[0.0, 0.5]),
         tasks("task_index has type string", task_index=["0", "1"]),
         tasks("task has type int64", task=[1, 2]),
-        tasks("task 1 holds a NUL character", task=["a", "b\0c"]),
+        tasks("task_index 1 holds a NUL character", task=["a", "b\0c"]),
         episode("length is -5", "length", -5),
         episode("length has 1 empty values", "length", None),
         episode("episode 1 is there twice", "episode_index", 1),
@@ -392,7 +392,7 @@ def test_unsafe_path_templates_are_refused(root, template):
 
 
 @pytest.mark.parametrize("value", ["high", [[1.0], [1.0, 2.0]], [1.0, None], []])
-def test_invalid_statistics_are_ignored_with_note(root, value):
+def test_invalid_statistics_count_as_missing(root, value):
     stats, before = json.loads((root / "meta/stats.json").read_text()), load_metadata(root).stats
     stats["action"]["mean"] = value
     stats["observation.state"] = [1, 2]
@@ -400,8 +400,6 @@ def test_invalid_statistics_are_ignored_with_note(root, value):
     meta = load_metadata(root)
     assert "mean" not in meta.stats["action"] and "observation.state" not in meta.stats
     np.testing.assert_array_equal(meta.stats["action"]["std"], before["action"]["std"])
-    notes = "; ".join(meta.not_read)
-    assert "meta/stats.json: 'mean' of 'action', which is" in notes and "'observation.state', which is [1, 2]" in notes
 
 
 def test_duplicate_and_empty_tasks_are_ignored(root):
@@ -434,9 +432,6 @@ def test_episode_tasks_forms_are_read(root, form):
     unusable = form in ("absent", "null", "numbers")
     expected = {"texts": [texts[:1] for texts in before.episode_tasks]}.get(form, before.episode_tasks)
     assert meta.episode_tasks == ([()] * len(EPISODES) if unusable else expected)
-    notes = "; ".join(meta.not_read)
-    assert ("tasks of 12 of 12 episodes" in notes) == unusable
-    assert ("'fold the shirt'" in notes) == (form == "other words")
     for original, changed in zip(read_all(before), read_all(meta), strict=True):
         np.testing.assert_array_equal(original["task"], changed["task"])
     if unusable:

@@ -21,6 +21,8 @@ NUMERIC_DTYPES = ("bool", "float16", "float32", "float64") + tuple(
 )
 DTYPES = CAMERA_DTYPES + NUMERIC_DTYPES + ("string", "language")
 
+Stats = dict[str, dict[str, np.ndarray]]  # {feature: {"mean" | "std" | "min" | "max" | "count" | "q01" …: array}}
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -82,7 +84,7 @@ class DatasetMetadata:
     robot_type: str | None
     features: dict[str, Feature]
     tasks: dict[int, str]  # instruction by the value of the `task_index` column (never by position in the file)
-    stats: dict[str, dict[str, np.ndarray]]  # {feature: {"mean" | "std" | "min" | "max" | "count" | "q01" …: array}}
+    stats: Stats
     episode_index: np.ndarray  # int64 (E,), 0..E-1
     episode_length: np.ndarray  # int64 (E,), frames
     # int64 (E,), first row of the episode in the dataset, from cumulative lengths: the stored `dataset_from_index` is
@@ -177,6 +179,18 @@ def known_episodes(meta: DatasetMetadata) -> np.ndarray:
     """Return all episodes with known rows; statistics of all episodes describe these."""
     episodes = select_episodes(meta, None)
     return episodes[~np.isin(episodes, list(meta.broken.get("data", {})))]
+
+
+def parse_stats(raw: Mapping[str, Any]) -> Stats:
+    """Convert JSON statistics to arrays of at least one dimension, as LeRobot's `load_stats`; skip other values."""
+    stats: Stats = {}
+    for key, values in raw.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            with contextlib.suppress(ValueError):  # lists of different lengths
+                array = np.atleast_1d(np.array(value))
+                if array.dtype.kind in "biuf" and array.size:
+                    stats.setdefault(key, {})[name] = array
+    return stats
 
 
 def shorten(items: Sequence[Any], limit: int = 10) -> str:

@@ -1,8 +1,8 @@
-"""The table of episodes that `metadata_v2` and `metadata_v3` read."""
+"""The tables of episodes and of texts that `metadata_v2` and `metadata_v3` read."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,26 +26,21 @@ class EpisodeTable:
     tasks: list[tuple[str, ...]]
     broken: dict[str, dict[int, str]] = field(default_factory=dict)
 
-    def known_tasks(self, listed: Collection[str], path: str, not_read: list[str]) -> list[tuple[str, ...]]:
-        """Return the tasks of each episode without texts outside `listed`, which no row can refer to.
 
-        Append lines on these texts, and on episodes without tasks, to `not_read`.
-        """
-        replaced = {texts: tuple(text for text in texts if text in listed) for texts in set(self.tasks)}
-        unknown = sorted({text for texts in replaced for text in texts if text not in listed})
-        if unknown:
-            not_read.append(f"{path}: {len(unknown)} texts that are no task of the dataset, e.g. {unknown[0]!r:.100}")
-        tasks = [replaced[texts] for texts in self.tasks]
-        if without := sum(not texts for texts in tasks):
-            not_read.append(f"{path}: the tasks of {without} of {len(tasks)} episodes, which it does not list")
-        return tasks
+def texts_by_index(rows: Iterable[tuple[str, int, str]]) -> dict[int, str]:
+    """Return the texts of a table by their index, from rows (label for errors, index, text).
 
-
-def check_instruction(label: str, text: str) -> None:
-    """Raise ValueError for a text that is too long or holds NUL: every row of it is tokenised."""
-    if "\0" in text:
-        raise ValueError(f"{label} holds a NUL character: {text!r:.100}")
-    if len(text) > MAX_INSTRUCTION:
-        raise ValueError(
-            f"{label} has {len(text):,} characters, more than the {MAX_INSTRUCTION:,} of an instruction: {text!r:.100}"
-        )
+    Raises ValueError for an index with two texts, and for a text that is too long or holds NUL: it is tokenised.
+    """
+    by_index: dict[int, str] = {}
+    for label, index, text in rows:
+        if "\0" in text:
+            raise ValueError(f"{label} {index} holds a NUL character: {text!r:.100}")
+        if len(text) > MAX_INSTRUCTION:
+            raise ValueError(
+                f"{label} {index} has {len(text):,} characters, more than the {MAX_INSTRUCTION:,} of an instruction: "
+                f"{text!r:.100}"
+            )
+        if by_index.setdefault(index, text) != text:
+            raise ValueError(f"{label} {index} is both {by_index[index]!r:.100} and {text!r:.100}")
+    return by_index

@@ -30,6 +30,8 @@ from vla_finetuning.data.dataset import (
     NUMERIC_DTYPES,
     DatasetMetadata,
     Feature,
+    Stats,
+    parse_stats,
     shorten,
 )
 from vla_finetuning.data.limits import MAX_EPISODES, MAX_INFO_BYTES, MAX_ROW_BYTES, MAX_STATS_BYTES
@@ -43,8 +45,6 @@ from vla_finetuning.options.environment import ENVIRONMENT_NAME
 STATS_PATH = "meta/stats.json"
 
 _MAX_FPS = 100_000
-# Most lines about damaged statistics in `not_read`.
-MAX_NOT_READ = 20
 # LeRobot's default (`VideoEncoderConfig.g`).
 KEY_FRAME_ROWS = 2
 
@@ -96,14 +96,16 @@ def load_metadata(
         fps = _parse_fps(info)
         robot_type = info.get("robot_type")
         if robot_type is not None and not isinstance(robot_type, str):
-            not_read.append(f"{INFO_PATH}: robot_type {robot_type!r:.100}, which is no text")
             robot_type = None
         video_keys = [key for key, feature in features.items() if feature.dtype == "video"]
-        stats = _read_stats(fs, base, version, not_read)
+        stats = _read_stats(fs, base, version)
         tables = tables_of(version)
         tasks = tables.read_tasks(fs, base)
         table = tables.read_episodes(fs, base, video_keys)
-        episode_tasks = table.known_tasks(set(tasks.values()), tables.EPISODES_PATH, not_read)
+        known = set(tasks.values())
+        # Equal tasks of millions of episodes stay one object.
+        known_tasks = {texts: tuple(text for text in texts if text in known) for texts in set(table.tasks)}
+        episode_tasks = [known_tasks[texts] for texts in table.tasks]
         episodes, episode_tasks = _in_order(info, table.columns, episode_tasks, table.broken)
         num_episodes, length = len(episode_tasks), episodes["length"]
 
@@ -494,40 +496,13 @@ def _parse_names(label: str, names: Any) -> tuple[str, ...] | None:
     return tuple(flat) or None
 
 
-def _read_stats(
-    fs: fsspec.AbstractFileSystem, base: str, version: str, not_read: list[str]
-) -> dict[str, dict[str, np.ndarray]]:
-    """Read the statistics of all rows, or {} without any; append lines on unusable ones to `not_read`."""
+def _read_stats(fs: fsspec.AbstractFileSystem, base: str, version: str) -> Stats:
+    """Read the statistics of all rows, or {} without any."""
     if fs.exists(f"{base}/{STATS_PATH}"):
-        return parse_stats(_read_json(fs, base, STATS_PATH, MAX_STATS_BYTES), STATS_PATH, not_read)
+        return parse_stats(_read_json(fs, base, STATS_PATH, MAX_STATS_BYTES))
     if version in metadata_v2.VERSIONS and fs.exists(f"{base}/{metadata_v2.STATS_PATH}"):
-        return metadata_v2.read_stats(fs, base, lambda raw, location: parse_stats(raw, location, not_read), not_read)
+        return metadata_v2.read_stats(fs, base)
     return {}
-
-
-def parse_stats(raw: dict[str, Any], location: str, not_read: list[str]) -> dict[str, dict[str, np.ndarray]]:
-    """Convert JSON statistics to `{feature: {statistic: array}}` of at least one dimension, as LeRobot's `load_stats`.
-
-    Skip values that are not numbers, and append a line for each to `not_read`.
-    """
-    stats: dict[str, dict[str, np.ndarray]] = {}
-    lines = []
-    for key, values in raw.items():
-        if not isinstance(values, dict):
-            lines.append(f"{location}: {key!r:.100}, which is {values!r:.50} and no object of statistics")
-            continue
-        stats[key] = {}
-        for name, value in values.items():
-            try:
-                array = np.atleast_1d(np.array(value))
-            except ValueError:
-                array = np.array(None)
-            if array.dtype.kind in "biuf" and array.size:
-                stats[key][name] = array
-            else:
-                lines.append(f"{location}: {name!r:.50} of {key!r:.100}, which is {value!r:.50} and no numbers")
-    not_read += lines[: max(0, MAX_NOT_READ - len(not_read))]
-    return stats
 
 
 def _place_broken(

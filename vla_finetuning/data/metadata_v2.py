@@ -10,16 +10,17 @@ The results have the form of `metadata_v3`. Layout: LeRobot 0.3, `lerobot/datase
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import fsspec
 import numpy as np
 
-from vla_finetuning.data.episode_table import EpisodeTable, check_instruction
+from vla_finetuning.data.dataset import Stats, parse_stats
+from vla_finetuning.data.episode_table import EpisodeTable, texts_by_index
 from vla_finetuning.data.limits import MAX_EPISODES_BYTES, MAX_LINE_BYTES, MAX_TASKS_BYTES
 from vla_finetuning.data.paths import MAX_INDEX, read_lines
 
@@ -30,25 +31,18 @@ TEMPLATES = {
     "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
     "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
 }
-Stats = dict[str, dict[str, np.ndarray]]
 # Episodes whose statistics are joined in one batch.
 JOINED_EPISODES = 64
-# Limit of the joined statistics of all features.
-JOINED_STATS_BYTES = 16 * 2**20
 
 
 def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
     """Read the instructions, by `task_index`. Raises ValueError, FileNotFoundError."""
-    tasks: dict[int, str] = {}
+    rows = []
     for label, line in _lines(fs, base, TASKS_PATH, MAX_TASKS_BYTES):
-        index = _whole_number(label, line, "task_index", 0)
-        text = line.get("task")
-        if not isinstance(text, str):
+        if not isinstance(text := line.get("task"), str):
             raise ValueError(f"{label}: task is {text!r:.100}, expected a text")
-        check_instruction(f"{label}: task {index}", text)
-        if tasks.setdefault(index, text) != text:
-            raise ValueError(f"{label}: task_index {index} is both {tasks[index]!r:.100} and {text!r:.100}")
-    return tasks
+        rows.append((f"{label}: task_index", _whole_number(label, line, "task_index", 0), text))
+    return texts_by_index(rows)
 
 
 def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: Sequence[str]) -> EpisodeTable:
@@ -72,49 +66,27 @@ def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: Sequence
     return EpisodeTable(columns, tasks)
 
 
-def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any, not_read: list[str]) -> Stats:
+def read_stats(fs: fsspec.AbstractFileSystem, base: str) -> Stats:
     """Join the statistics of the episodes to statistics of all rows, as LeRobot's `aggregate_stats` does.
 
-    Skip features that some episode lacks or has in another shape, and append a line for each to `not_read`. `parsed`
-    makes arrays of the JSON of an episode's statistics, given its location too.
+    Features have none that some episode lacks or has in another shape.
     """
-    joined: Stats = {}
-    counts: Counter[str] = Counter()
-    episodes = 0
 
-    def by_episode() -> Iterator[Mapping[str, dict[str, np.ndarray]]]:
+    def by_episode() -> Iterator[Stats]:
         for label, line in _lines(fs, base, STATS_PATH, None):
             if not isinstance(stats := line.get("stats"), dict):
                 raise ValueError(f"{label}: stats is {stats!r:.50}, expected an object")
-            yield parsed(stats, label)
+            yield parse_stats(stats)
 
+    joined: list[Stats] = []
     # Batches bound memory: a dataset may have a gigabyte of statistics.
     for batch in itertools.batched(by_episode(), JOINED_EPISODES):
-        episodes += len(batch)
-        # Joined statistics have the form of an episode's, with a larger count.
-        group = {key: [values] for key, values in joined.items()}
-        for episode_stats in batch:
-            for key, values in episode_stats.items():
-                if {"min", "max", "mean", "std", "count"} <= values.keys() and counts[key] >= 0:
-                    group.setdefault(key, []).append(values)
-                    counts[key] += 1
-        for key, values_of_episodes in group.items():
-            try:
-                joined[key] = _joined(key, values_of_episodes)
-            except ValueError as error:
-                not_read.append(str(error))
-                joined.pop(key, None)
-                counts[key] = -1
-        if sum(array.nbytes for values in joined.values() for array in values.values()) > JOINED_STATS_BYTES:
-            raise ValueError(
-                f"{STATS_PATH}: statistics of {len(joined):,} features, more than the "
-                f"{JOINED_STATS_BYTES / 2**20:,.0f} MiB that they may have together: the file is damaged; restore it, "
-                "or remove it to have them computed again"
-            )
-    for key in [key for key in joined if counts[key] < episodes]:
-        not_read.append(f"{STATS_PATH}: statistics of {key!r:.100}, which not all of {episodes} episodes have")
-        del joined[key]
-    return joined
+        parts = [*joined, *batch]  # joined statistics have the form of an episode's, with a larger count
+        joined = [{}]
+        for key in parts[0]:
+            with contextlib.suppress(ValueError, KeyError):
+                joined[0][key] = _joined([part[key] for part in parts])
+    return joined[0] if joined else {}
 
 
 def read_column(fs: fsspec.AbstractFileSystem, base: str, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -130,15 +102,15 @@ def read_column(fs: fsspec.AbstractFileSystem, base: str, name: str) -> tuple[np
     return np.array(index, np.int64), np.array(values)
 
 
-def _joined(key: str, episode_stats: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Combine the statistics of episodes: extremes, and mean and variance by the parallel formula."""
-    names = ("min", "max", "mean", "std")
-    try:
-        low, high, mean, std = (np.stack([stats[name] for stats in episode_stats]) for name in names)
-        count = np.stack([stats["count"] for stats in episode_stats]).astype(np.float64)
-        weight = (count / count.sum(0)).reshape(-1, *[1] * (mean.ndim - 1))
-    except ValueError as error:
-        raise ValueError(f"{STATS_PATH}: the statistics of {key!r:.100} differ in shape between episodes") from error
+def _joined(episode_stats: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Combine the statistics of episodes: extremes, and mean and variance by the parallel formula.
+
+    Raises KeyError if an episode lacks one, and ValueError if shapes differ.
+    """
+    names = ("min", "max", "mean", "std", "count")
+    low, high, mean, std, count = (np.stack([stats[name] for stats in episode_stats]) for name in names)
+    count = count.astype(np.float64)
+    weight = (count / count.sum(0)).reshape(-1, *[1] * (mean.ndim - 1))
     mean_of_all = (mean * weight).sum(0)
     variance = ((std**2 + (mean - mean_of_all) ** 2) * weight).sum(0)
     joined = {"min": low.min(0), "max": high.max(0), "mean": mean_of_all, "std": np.sqrt(variance)}

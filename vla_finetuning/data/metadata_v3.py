@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.columns import SUBTASK
 from vla_finetuning.data.dataset import shorten
-from vla_finetuning.data.episode_table import EpisodeTable, check_instruction
+from vla_finetuning.data.episode_table import EpisodeTable, texts_by_index
 from vla_finetuning.data.limits import MAX_EPISODES_BYTES, MAX_TASKS_BYTES
 from vla_finetuning.data.paths import MAX_INDEX, check_inside
 from vla_finetuning.data.safe_parquet import Budget, freeing_footers, open_parquet, read_columns
@@ -57,14 +57,9 @@ def _read_texts(fs: fsspec.AbstractFileSystem, base: str, path: str, kind: str) 
     texts = table[text_column]
     if not pa.types.is_string(texts.type) and not pa.types.is_large_string(texts.type):
         raise ValueError(f"{path}: {text_column} has type {texts.type}, expected texts")
-    by_number: dict[int, str] = {}
-    for index, text in zip(indices, texts.to_pylist(), strict=True):
-        if text is None:
-            continue  # reading a row of this task raises
-        if by_number.setdefault(index, text) != text:
-            raise ValueError(f"{path}: {number} {index} is both {by_number[index]!r:.100} and {text!r:.100}")
-        check_instruction(f"{path}: task {index}", text)
-    return by_number
+    rows = zip(indices, texts.to_pylist(), strict=True)
+    # Reading a row of a task without text raises.
+    return texts_by_index((f"{path}: {number}", index, text) for index, text in rows if text is not None)
 
 
 def episode_files(fs: fsspec.AbstractFileSystem, base: str) -> list[str]:

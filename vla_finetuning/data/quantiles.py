@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vla_finetuning.data.dataset import DatasetMetadata, Feature
+from vla_finetuning.data.dataset import DatasetMetadata, Feature, Stats
 from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.relative_actions import ACTION, STATE, RelativeActions, relative_chunks
-from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, files_of, in_threads
+from vla_finetuning.data.statistics import cached_stats, digest, episode_arrays, files_of, in_threads
 
 # Most values that are counted in one pass (256 MiB of counts at most).
 ONE_PASS_VALUES = 2**23

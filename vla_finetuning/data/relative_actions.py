@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vla_finetuning.data.dataset import DatasetMetadata
-from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, in_threads, stored_as
+from vla_finetuning.data.dataset import DatasetMetadata, Stats
+from vla_finetuning.data.statistics import cached_stats, digest, episode_arrays, in_threads, stored_as
 
 ACTION, STATE = "action", "observation.state"
 

@@ -22,12 +22,10 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from vla_finetuning.data.dataset import EPISODE, DatasetMetadata, Feature
+from vla_finetuning.data.dataset import EPISODE, DatasetMetadata, Feature, Stats, parse_stats
 from vla_finetuning.data.parquet_columns import Column, DataFile, Span, read_numbers
 from vla_finetuning.data.storage import check_still_there
 from vla_finetuning.files import write_json
-
-Stats = dict[str, dict[str, np.ndarray]]
 
 STATISTICS = ("min", "max", "mean", "std", "count", "q01", "q10", "q50", "q90", "q99")
 # Lower and upper statistic of each normalisation range.
@@ -138,19 +136,19 @@ def episode_arrays(
 def cached_stats(keys: Sequence[str], cache_dir: str | Path | None, digest: str, compute: Callable[[], Stats]) -> Stats:
     """Return all statistics of `keys` from the cache file of `digest`, or compute and cache them."""
     if cache_dir is None:
-        return _to_stats(_to_json(compute()))
+        return parse_stats(_to_json(compute()))
     path = Path(cache_dir) / f"stats-{digest}.json"
     try:
-        cached = json.loads(path.read_bytes())
-        return _to_stats({key: {name: cached[key][name] for name in STATISTICS} for key in keys})
+        cached = parse_stats(json.loads(path.read_bytes()))
+        return {key: {name: cached[key][name] for name in STATISTICS} for key in keys}
     except FileNotFoundError:
         pass
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError) as error:
         _logger.warning("%s is damaged (%s); computing the statistics again", path, error)
     values = _to_json(compute())
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, values)
-    return _to_stats(values)
+    return parse_stats(values)
 
 
 def compute_as_lerobot(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray) -> Stats:
@@ -258,10 +256,3 @@ def _listing(meta: DatasetMetadata) -> list[list[str]]:
 
 def _to_json(stats: Stats) -> dict[str, dict[str, list]]:
     return {key: {name: value.tolist() for name, value in values.items()} for key, values in stats.items()}
-
-
-def _to_stats(values: Mapping[str, Mapping[str, list]]) -> Stats:
-    stats = {key: {name: np.atleast_1d(np.array(v)) for name, v in named.items()} for key, named in values.items()}
-    if any(value.dtype.kind not in "biuf" for named in stats.values() for value in named.values()):
-        raise ValueError("not numbers")
-    return stats

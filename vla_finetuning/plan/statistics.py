@@ -17,13 +17,13 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.processor.relative_action_processor import RelativeActionsProcessorStep
 from lerobot.utils.constants import IMAGENET_STATS
 
-from vla_finetuning.data.dataset import known_episodes
+from vla_finetuning.data.dataset import Stats, known_episodes
 from vla_finetuning.data.frames import movement_keys
 from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, dimension_names
 from vla_finetuning.data.quantiles import LIMITS, Source, exact_stats, outside, sample_rows
 from vla_finetuning.data.relative_actions import ACTION, RelativeActions, check_relative, relative_action_stats
-from vla_finetuning.data.statistics import RANGES, Stats, check_stats, complete_stats
+from vla_finetuning.data.statistics import RANGES, check_stats, complete_stats
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.fields import decided, did_you_mean
