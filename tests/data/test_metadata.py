@@ -12,7 +12,7 @@ import pytest
 
 from diagnostics import show_dataset
 from lerobot_datasource import LeRobotDatasource, read_lerobot
-from tests.datasets import edit_json, make_dataset, remove_episodes
+from tests.datasets import edit_json, remove_episodes
 from vla_finetuning.data.dataset import Feature, select_episodes
 from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.metadata import dimension_names, key_frame_rows, load_metadata
@@ -22,18 +22,8 @@ from vla_finetuning.data.statistics import complete_stats
 
 EPISODES = (6, 4, 9, 1, 5, 7, 3, 8, 2, 5, 4, 6)
 TOP, WRIST, SIDE = "observation.images.top", "observation.images.wrist", "observation.images.side"
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    """Several mp4 and parquet files per camera, two files of episode metadata; never changed."""
-    root = tmp_path_factory.mktemp("metadata") / "original"
-    make_dataset(root, episodes=EPISODES, image_cameras={SIDE: (40, 48)}, extra_features=True)
-    meta = load_metadata(root)
-    files_of_episodes = [meta.episode_data_file, meta.episode_video_file[TOP], meta.episode_video_file[WRIST]]
-    assert len({tuple(files) for files in files_of_episodes if files.max() >= 2}) == 3
-    assert "chunk-001" in str(meta.data_files) and len(list((root / "meta/episodes").rglob("*.parquet"))) > 1
-    return root
+# Several mp4 and parquet files per camera, and two files of episode metadata.
+ORIGINAL = {"episodes": EPISODES, "image_cameras": {SIDE: (40, 48)}, "extra_features": True}
 
 
 def edit_info(root, **changes):
@@ -75,6 +65,7 @@ def test_metadata_equals_lerobots(original):
 
     theirs = LeRobotDatasetMetadata("local/original", root=original)
     ours = load_metadata(original)
+    assert "chunk-001" in str(ours.data_files) and len(list((original / "meta/episodes").rglob("*.parquet"))) > 1
     assert ours.root == str(original)
     assert (ours.fps, ours.robot_type, ours.codebase_version) == (theirs.fps, theirs.robot_type, "v3.0")
     assert (ours.num_episodes, ours.total_frames) == (theirs.total_episodes, theirs.total_frames)
@@ -261,10 +252,10 @@ def test_missing_metadata_file_is_reported(root, name):
 
 
 def test_unreadable_folder_is_reported(root, monkeypatch):
-    def refuse(self, path, **kwargs):
+    def refuse(self, path, *mode):
         raise PermissionError("Access Denied")
 
-    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.cat_file", refuse)
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.open", refuse)
     refuses(root, "cannot be read: PermissionError: Access Denied; check its permissions", PermissionError)
 
 

@@ -115,12 +115,7 @@ def check_inside(fs: fsspec.AbstractFileSystem, base: str, paths: Sequence[str])
 
 def read_whole(fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: int) -> bytes:
     """Read a file of metadata. Raises ValueError if it is larger than `most_bytes`, or a link out of the dataset."""
-    with _naming_metadata(fs, base, path):
-        size = fs.size(f"{base}/{path}")
-        text: bytes = fs.cat_file(f"{base}/{path}") if size <= most_bytes else b""
-    _check_bytes(path, size, most_bytes)
-    refuse_pointer(path, text)
-    return text
+    return b"".join(read_lines(fs, base, path, most_bytes, most_bytes))
 
 
 def read_lines(
@@ -130,38 +125,22 @@ def read_lines(
 
     `most_bytes` is the limit of the file's size, `line_bytes` that of a line. Raises ValueError as `read_whole`.
     """
-    with _naming_metadata(fs, base, path):
-        size = fs.size(f"{base}/{path}")
-        _check_bytes(path, size, size if most_bytes is None else most_bytes)
-        with fs.open(f"{base}/{path}", "rb") as opened:
+    check_inside(fs, base, [path])
+    why = "that it may have: it is damaged or made to exhaust the memory; restore the file"
+    try:
+        with naming_file(path), fs.open(f"{base}/{path}", "rb") as opened:
+            if most_bytes is not None and opened.size > most_bytes:
+                size, most = opened.size / 2**20, most_bytes / 2**20
+                raise ValueError(f"{path} has {size:,.1f} MiB, more than the {most:,.0f} MiB {why}")
             file = io.BufferedReader(opened, 2**20)
             for number, line in enumerate(iter(lambda: file.readline(line_bytes + 1), b""), 1):
                 if len(line) > line_bytes:
-                    raise ValueError(
-                        f"{path}, line {number} has more than the {line_bytes / 2**20:,.0f} MiB that it may have: it "
-                        "is damaged or made to exhaust the memory; restore the file"
-                    )
+                    raise ValueError(f"{path}, line {number} has more than the {line_bytes / 2**20:,.0f} MiB {why}")
                 if number == 1:
                     refuse_pointer(path, line)
                 yield line
-
-
-@contextlib.contextmanager
-def _naming_metadata(fs: fsspec.AbstractFileSystem, base: str, path: str) -> Iterator[None]:
-    check_inside(fs, base, [path])
-    try:
-        with naming_file(path):
-            yield
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing; copy the dataset again") from None
-
-
-def _check_bytes(path: str, size: int, most_bytes: int) -> None:
-    if size > most_bytes:
-        raise ValueError(
-            f"{path} has {size / 2**20:,.1f} MiB, more than the {most_bytes / 2**20:,.0f} MiB that it may have: it is "
-            "damaged or made to exhaust the memory; restore the file"
-        )
 
 
 def _fields(label: str, template: Any, *, allow_video_key: bool) -> set[str]:

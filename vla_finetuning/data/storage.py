@@ -152,9 +152,6 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
         """Return the listed content of a file, or request it from the store."""
         return self.listed.get(path) or self.store.head(self._key(path))
 
-    def cat_file(self, path: str, **_: Any) -> bytes:
-        return self.store.get(self._key(path))[0]
-
     def read_range(self, path: str, start: int, end: int, content: Content) -> bytes:
         """Read bytes [start, end) of a file, on the condition that it is still `content`."""
         try:
