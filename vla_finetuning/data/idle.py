@@ -10,7 +10,7 @@ the next movement.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,23 +40,13 @@ def idle_frames(values: Sequence[np.ndarray], spans: Sequence[np.ndarray], moves
     still = np.ones(windows, bool)
     for array, span in zip(values, spans, strict=True):
         scaled = array.reshape(frames, -1) / span
-        extent = _sliding(scaled, moves + 1, np.maximum) - _sliding(scaled, moves + 1, np.minimum)
-        still &= (extent < STILL).all(axis=1)
+        runs = np.lib.stride_tricks.sliding_window_view(scaled, moves + 1, axis=0)
+        still &= (np.ptp(runs, axis=-1) < STILL).all(axis=1)
     # Number of still windows that begin at most `moves` frames before each frame.
     cumulative = np.cumsum(np.concatenate([still, np.zeros(moves, bool)]))
     idle = cumulative > np.concatenate([np.zeros(moves, cumulative.dtype), cumulative[:windows]])
     idle[-1] = still[-1]
     return idle
-
-
-def _sliding(values: np.ndarray, width: int, extreme: Callable[..., np.ndarray]) -> np.ndarray:
-    """Return the extreme of every `width` consecutive rows, (L, D) to (L - width + 1, D), in log2(width) passes."""
-    reach = 1
-    while reach < width:
-        step = min(reach, width - reach)
-        values = extreme(values[:-step], values[step:])
-        reach += step
-    return values
 
 
 def value_span(meta: DatasetMetadata, key: str) -> np.ndarray:
