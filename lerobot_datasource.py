@@ -90,13 +90,11 @@ class LeRobotDatasource(Datasource):
             raise ValueError(f"no episode is chosen of any of the {len(self.metas)} datasets")
         for meta, chosen in zip(self.metas, selected, strict=True):
             check_readable(meta, chosen, features.camera_keys, lambda broken: f"choose `episodes` without {broken}")
-        self._image_size = check_image_size(features.image_size)
+        image_size = check_image_size(features.image_size)
         self._features = common_features(
-            self.metas, features.camera_keys, features.columns, self._image_size, features.padded
+            self.metas, features.camera_keys, features.columns, image_size, features.padded
         )
-        self._padded = self._features if features.padded else {}
-        self._window_steps = tuple(features.window_steps or ())
-        if features.delta_timestamps and not self._window_steps and len({meta.fps for meta in self.metas}) > 1:
+        if features.delta_timestamps and not features.window_steps and len({meta.fps for meta in self.metas}) > 1:
             raise ValueError(
                 f"datasets of different frame rates cannot be read together in windows: "
                 f"{', '.join(f'{meta.root} has {meta.fps} fps' for meta in self.metas)}; an action chunk would span "
@@ -105,7 +103,19 @@ class LeRobotDatasource(Datasource):
         self._delta_indices = resolve_delta_indices(
             features.delta_timestamps, self._features, self.metas[0], features.tolerance_s
         )
-        self._tolerance_s = features.tolerance_s
+        # `_options` adds what depends on the projection.
+        self._read_options = ReadOptions(
+            columns=(),
+            delta_indices=self._delta_indices,
+            block_rows=1,
+            window_steps=tuple(features.window_steps or ()),
+            padded=self._features if features.padded else {},
+            skip_log=reading.skip_log,
+            tolerance_s=features.tolerance_s,
+            threads=max(1, round(reading.num_cpus)),
+            image_size=image_size,
+            frame_cache=reading.frame_cache,
+        )
         self._with_position = order.stream is not None
         for meta, chosen in zip(self.metas, selected, strict=True) if reading.check_files else ():
             if len(chosen):
@@ -179,14 +189,19 @@ class LeRobotDatasource(Datasource):
     def _frames(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Return shape and dtype of a frame of each camera that is read."""
         features = {key: self._features[key] for key in self.columns() if key in self._features}
-        return {key: frame_spec(f, self._image_size) for key, f in features.items() if f.dtype in CAMERA_DTYPES}
+        return {
+            key: frame_spec(f, self._read_options.image_size) for key, f in features.items() if f.dtype in CAMERA_DTYPES
+        }
+
+    def _frame_bytes(self) -> dict[str, int]:
+        return {key: math.prod(shape) * dtype.itemsize for key, (shape, dtype) in self._frames().items()}
 
     def row_bytes(self) -> int:
         """Return the bytes of a row in the object store."""
-        frames, total = self._frames(), 0
+        frames, total = self._frame_bytes(), 0
         for key in self.columns():
             if key in frames:
-                size = _frame_bytes(*frames[key])
+                size = frames[key]
             elif key in self._features:
                 size = math.prod(self._features[key].shape) * 4
             else:
@@ -196,8 +211,8 @@ class LeRobotDatasource(Datasource):
 
     def decoded_bytes(self) -> int:
         """Return the bytes of all different frames that a node decodes in an epoch: the size of their cache."""
-        frames, episodes = self._frames(), self.plan.episodes
-        sizes = [sum(_frame_bytes(*frames[key]) for key in frames.keys() & meta.features) for meta in self.metas]
+        frames, episodes = self._frame_bytes(), self.plan.episodes
+        sizes = [sum(frames[key] for key in frames.keys() & meta.features) for meta in self.metas]
         return int(episodes.length @ np.array(sizes)[episodes.dataset_index]) // self.shards
 
     def block(self) -> int:
@@ -313,23 +328,8 @@ class LeRobotDatasource(Datasource):
             yield {name: column_to_numpy(table.column(name)) for name in table.column_names}
 
     def _options(self, block_rows: int) -> ReadOptions:
-        return ReadOptions(
-            columns=self.columns(),
-            delta_indices=self._delta_indices,
-            window_steps=self._window_steps,
-            padded=self._padded,
-            tolerance_s=self._tolerance_s,
-            block_rows=block_rows,
-            threads=max(1, round(self.num_cpus)),
-            image_size=self._image_size,
-            blank=self.example() if self._skips else None,
-            skip_log=self._reading.skip_log,
-            frame_cache=self._reading.frame_cache,
-        )
-
-
-def _frame_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
+        blank = self.example() if self._skips else None
+        return replace(self._read_options, columns=self.columns(), block_rows=block_rows, blank=blank)
 
 
 # ---- the public functions ----------------------------------------------------------------------------------------
@@ -449,8 +449,3 @@ def read_source(source: LeRobotDatasource, **ray_options: Any) -> Dataset:
     dataset.context._max_num_blocks_in_streaming_gen_buffer = 2 + source._read_rows // source.block_rows
     dataset.context.set_config(SHARDS, source.shards)
     return dataset
-
-
-def keeps_frames(dataset: Dataset) -> bool:
-    """Return whether nodes cache all frames of a dataset from `read_source`."""
-    return bool(dataset.context.get_config(CACHING))

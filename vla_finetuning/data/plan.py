@@ -154,8 +154,8 @@ class StreamPlan:
         def sources(rows: int, cut_at: int) -> list[_Source]:
             built = [_Source(episodes, ids, seed, n, rows, cut_at, episode_weights) for n, ids in enumerate(members)]
             max_segments = fair_share([source.segments for source in built], PART_SEGMENTS)
-            for source in built:
-                source.split_epochs(max_segments)
+            for source in built if seed is not None else ():  # stored order stays whole
+                source.parts_of_epoch = -(-source.segments // max_segments)
             return built
 
         self._sources = sources(segment_rows, self.cut_at)
@@ -267,6 +267,7 @@ class _Source:
     Attributes:
         rows: rows of an epoch; the mean if episodes have weights.
         segments: approximate number of segments in an epoch.
+        parts_of_epoch: number of parts in which an epoch is cut and permuted.
         later_source: source that cuts the epochs after the first; None for the source itself.
     """
 
@@ -299,10 +300,6 @@ class _Source:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cached": None}
-
-    def split_epochs(self, max_segments: int) -> None:
-        """Cut each epoch in parts of about `max_segments` segments; stored order stays whole."""
-        self.parts_of_epoch = 1 if self._key is None else -(-self.segments // max_segments)
 
     def cutter(self, epoch: int) -> _Source:
         """Return the source that cuts and permutes an epoch: this one, or `later_source`."""

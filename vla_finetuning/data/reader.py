@@ -25,27 +25,14 @@ def for_read_tasks(meta: DatasetMetadata, columns: Collection[str]) -> DatasetMe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """Parameters of decoding and caching frames.
+class ReadOptions:
+    """Parameters of reading rows, and of decoding and caching their frames.
 
     Attributes:
         tolerance_s: largest distance of a frame from its row's timestamp, in seconds.
         threads: threads of a video decoder.
         image_size: (height, width) that frames are resized to; None for their stored size.
         frame_cache: cache of decoded frames; None for no cache.
-    """
-
-    tolerance_s: float
-    threads: int
-    image_size: tuple[int, int] | None = None
-    frame_cache: FrameCache | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadOptions(Decoding):
-    """Parameters of reading rows.
-
-    Attributes:
         columns: names of the columns of a row, in order.
         delta_indices: by column, the offsets of its window in frames.
         block_rows: rows of a block.
@@ -55,6 +42,10 @@ class ReadOptions(Decoding):
         skip_log: file that gets a JSON line for each unreadable episode.
     """
 
+    tolerance_s: float
+    threads: int
+    image_size: tuple[int, int] | None = None
+    frame_cache: FrameCache | None = None
     columns: tuple[str, ...]
     delta_indices: dict[str, tuple[int, ...]]
     block_rows: int

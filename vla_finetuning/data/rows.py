@@ -139,7 +139,6 @@ def _decode(episodes: Sequence[_Episode], total: int, options: ReadOptions) -> d
     out = _Output(total, options)
     _read_tabular(episodes, out)
     read_frames([file for key in options.columns for file in _camera_files(key, episodes, out)], options)
-    _fill_missing_cameras(episodes, out)
     if IS_SKIPPED in options.columns:
         out.columns[IS_SKIPPED] = np.zeros(total, bool)
     return out.columns
@@ -233,7 +232,7 @@ def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
         for key, dtype in BOOKKEEPING.items()
         if not meta.features[key].counted
     }
-    row_columns = {key: [_column(feature) for feature in features[key].columns] for key in numeric}
+    row_columns = {key: [Column(c.key, row_dtype(c), c.shape) for c in features[key].columns] for key in numeric}
     needed |= {("row", column.key): column for group in row_columns.values() for column in group}
     distinct = list(dict.fromkeys(needed.values()))
     arrays = dict(zip(distinct, read_numbers(data_file, distinct, spans), strict=True))
@@ -273,10 +272,6 @@ def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
             if key + IS_PAD in options.columns:
                 pad = e.window_frames(key, options)[1]
                 out.column(key + IS_PAD, pad.shape[1:], bool)[e.position] = pad
-
-
-def _column(feature: Feature) -> Column:
-    return Column(feature.key, row_dtype(feature), feature.shape)
 
 
 def _check_rows(e: _Episode, bookkeeping: dict[str, np.ndarray], row: np.ndarray) -> None:
@@ -363,6 +358,12 @@ def _text_at(annotations: Sequence[dict[str, Any]] | None, at_s: float, style: s
 
 
 def _camera_files(key: str, episodes: Sequence[_Episode], out: _Output) -> list[CameraFile]:
+    """Return the files with the frames of a camera, and make the frames of datasets without it black."""
+    if (padded := out.options.padded.get(key)) is not None and padded.dtype in CAMERA_DTYPES:
+        shape, dtype = frame_spec(padded, out.options.image_size)
+        for e in episodes:
+            if key not in e.meta.features:
+                out.column(key, (*e.row_frames(key, out.options).shape[1:], *shape), dtype)[e.position] = 0
     members = [e for e in episodes if key in e.meta.camera_keys]
     members.sort(key=lambda e: (e.dataset_index, *e.camera_file(key)))
     files = []
@@ -370,17 +371,6 @@ def _camera_files(key: str, episodes: Sequence[_Episode], out: _Output) -> list[
         in_file = list(group)
         files.append(CameraFile(in_file[0].meta, key, file, [_frame_request(key, e, out) for e in in_file]))
     return files
-
-
-def _fill_missing_cameras(episodes: Sequence[_Episode], out: _Output) -> None:
-    options = out.options
-    for key, feature in options.padded.items():
-        if feature.dtype in CAMERA_DTYPES and key in options.columns:
-            shape, dtype = frame_spec(feature, options.image_size)
-            for e in episodes:
-                if key not in e.meta.features:
-                    window = e.row_frames(key, options).shape[1:]
-                    out.column(key, (*window, *shape), dtype)[e.position] = 0
 
 
 def _frame_request(key: str, e: _Episode, out: _Output) -> FrameRequest:

@@ -24,7 +24,7 @@ from vla_finetuning.data.disk_cache import DiskCache, Key
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.parquet_columns import DataFile, read_images
 from vla_finetuning.data.paths import read_whole
-from vla_finetuning.data.reader import Decoding, frame_spec, height_width
+from vla_finetuning.data.reader import ReadOptions, frame_spec, height_width
 from vla_finetuning.data.storage import RemoteFileSystem, file_identity
 from vla_finetuning.data.video_index import RemoteVideo
 
@@ -109,26 +109,26 @@ class CameraFile:
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.meta.root}: {self.file} is missing; copy it again") from error
 
-    def read_cached(self, decoding: Decoding) -> None:
+    def read_cached(self, options: ReadOptions) -> None:
         """Fill in the frames that this node caches, and drop them from `requests`."""
         path = self.meta.path(self.file)
-        identity = None if decoding.frame_cache is None else file_identity(self.meta.fs, path)
-        if decoding.frame_cache is None or identity is None:
+        identity = None if options.frame_cache is None else file_identity(self.meta.fs, path)
+        if options.frame_cache is None or identity is None:
             return
-        self.cache = decoding.frame_cache.open()
-        self.folder = self.cache.content(*frame_cache_key(self.meta, self.key, path, decoding), identity)
+        self.cache = options.frame_cache.open()
+        self.folder = self.cache.content(*frame_cache_key(self.meta, self.key, path, options), identity)
         if self.folder is not None:
             rests = [r.remaining(self.cache.read_records(*r.records(self.folder))) for r in self.requests]
             self.requests = [rest for rest in rests if rest is not None]
 
-    def decode(self, decoding: Decoding) -> None:
+    def decode(self, options: ReadOptions) -> None:
         """Decode the requested frames in one forward pass over the file."""
-        (self._decode_video if self.is_video else self._decode_images)(decoding)
+        (self._decode_video if self.is_video else self._decode_images)(options)
         if self.cache is not None and self.folder is not None:
             for request in self.requests:
                 self.cache.write_records(*request.records(self.folder))
 
-    def _decode_video(self, decoding: Decoding) -> None:
+    def _decode_video(self, options: ReadOptions) -> None:
         height, width = height_width(self.feature)
         with VideoReader(
             self.meta.path(self.file) if self.remote is None else self.remote.file,
@@ -136,15 +136,15 @@ class CameraFile:
             height=height,
             width=width,
             fps=self.meta.fps,
-            tolerance_s=decoding.tolerance_s,
-            threads=decoding.threads,
+            tolerance_s=options.tolerance_s,
+            threads=options.threads,
             depth_mm=self.feature.depth_mm,
         ) as video:
             for request in self.requests:
                 video.name = self.name(request.episode)
                 video.read(request.times_s, request.put)
 
-    def _decode_images(self, decoding: Decoding) -> None:
+    def _decode_images(self, options: ReadOptions) -> None:
         feature, path = self.feature, self.meta.path(self.file)
         height, width = height_width(feature)
         identity = file_identity(self.meta.fs, path)
@@ -183,12 +183,12 @@ class CameraFile:
         return read_whole(meta.fs, meta.base, place, most_bytes)
 
 
-def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
+def read_frames(files: Sequence[CameraFile], options: ReadOptions) -> None:
     """Fill all requests, one decoder at a time, after starting the fetches of all videos in object stores."""
     with contextlib.ExitStack() as opened:
         for file in files:
             with file.naming():
-                file.read_cached(decoding)
+                file.read_cached(options)
                 fs = file.meta.fs
                 if file.requests and file.is_video and isinstance(fs, RemoteFileSystem):
                     file.remote = RemoteVideo(fs, file.meta.path(file.file), file.meta.cache_name)
@@ -200,25 +200,25 @@ def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
         for file in files:
             if file.requests:
                 with file.naming():
-                    file.decode(decoding)
+                    file.decode(options)
                 if file.remote is not None:
                     file.remote.file.close()
 
 
-def frame_cache_key(meta: DatasetMetadata, key: str, path: str, decoding: Decoding) -> tuple[str, str]:
+def frame_cache_key(meta: DatasetMetadata, key: str, path: str, options: ReadOptions) -> tuple[str, str]:
     """Return the `dataset` and `file` arguments of `DiskCache.content` for a camera's frames in a file.
 
     The first holds all that may change a pixel. The second holds the camera, as a data file has images of several.
     """
     feature = meta.features[key]
-    shape, dtype = frame_spec(feature, decoding.image_size)
+    shape, dtype = frame_spec(feature, options.image_size)
     resizing = cv2.__version__ if shape[:2] != height_width(feature) else None
     decoder: tuple[Any, ...]
     if feature.dtype == "video":
         depth = feature.depth_mm
         depth_digest = None if depth is None else hashlib.sha256(depth.tobytes()).hexdigest()
         libraries = sorted(av.library_versions.items())
-        decoder = DECODING_VERSION, av.__version__, libraries, resizing, meta.fps, decoding.tolerance_s, depth_digest
+        decoder = DECODING_VERSION, av.__version__, libraries, resizing, meta.fps, options.tolerance_s, depth_digest
     else:
         path = f"{path}\0{feature.key}"
         decoder = DECODING_VERSION, PIL.__version__, resizing, feature.info.get("depth_unit")

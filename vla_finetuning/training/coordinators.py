@@ -20,7 +20,7 @@ import ray
 import ray.train
 from ray.data import ExecutionOptions, ExecutionResources
 
-from lerobot_datasource import SHARDS, SHARE, keeps_frames
+from lerobot_datasource import CACHING, SHARDS, SHARE
 from vla_finetuning.data.read_tasks import BlockShare
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class GroupedRanks(ray.train.DataConfig):
         sharded = any(dataset.context.get_config(SHARDS, 1) > 1 for dataset in datasets.values())
         on_nodes = self._on_nodes(node_ids) if sharded else []
         for dataset in datasets.values():
-            if (nodes := len(set(node_ids))) > 1 and keeps_frames(dataset) and not sharded:
+            if (nodes := len(set(node_ids))) > 1 and dataset.context.get_config(CACHING) and not sharded:
                 logger.warning(
                     "frames are cached on %d nodes, and any node reads any row, so only 1/%d of the cached frames are "
                     "found in the second epoch; start the run with --dataset.shards=%d to find all",
