@@ -251,7 +251,7 @@ def test_statistics_of_long_episodes_are_checked_on_all_rows(tmp_path, monkeypat
     assert [finding for finding in look.findings if finding.kind == "statistics"] == []
     assert 0 < look.outside["action"].max() < 0.05 and look.rows == 700
     # An episode beyond the memory limit is read in part, and its statistics are not checked.
-    row_bytes = dataset_look.open_source(load_metadata(root), []).row_bytes()
+    row_bytes = dataset_look.EpisodeReader(load_metadata(root), []).source.row_bytes()
     monkeypatch.setattr(dataset_look, "SAMPLE_BYTES", 60 * row_bytes)
     partial = look_at(load_metadata(root))
     assert partial.rows == 60 and not partial.outside and "statistics" not in {f.kind for f in partial.findings}

@@ -62,18 +62,6 @@ def test_symlinked_film_is_not_embedded(folder, tmp_path):
     assert "a.webp is a link" in page.text
 
 
-def test_success_table_orders_checkpoints_and_marks_unplayed_tasks(folder):
-    by_task = [{"label": task, "successes": n, "episodes": 25} for task, n in ((HOSTILE, 9), ("push", 1))]
-    lines = [
-        {"step": step, "successes": 5, "episodes": 50, "interval": [0.1, 0.9], "by_task": by_task[: 1 + step // 4000]}
-        | {"successes_at_end": 0, "interval_at_end": [0.0, 0.5]}
-        for step in (4000, 2000)
-    ]
-    (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 60')
-    page = check_page(write_report(folder, []).read_text())
-    assert f"Successes by task task step 2,000 step 4,000 {HOSTILE} 9 of 25 9 of 25 push – 1 of 25" in page.text
-
-
 def test_grpo_page_shows_held_out_success_by_step(tmp_path):
     write_json(tmp_path / "config.json", GrpoConfig(env_type="two_bins").to_json())
     assert "Nothing has been logged yet" in check_page(write_report(tmp_path).read_text()).text

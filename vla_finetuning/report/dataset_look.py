@@ -19,6 +19,7 @@ from vla_finetuning.data.dataset import known_episodes
 from vla_finetuning.data.dataset_files import check_files, find_missing_files
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature, dimension_names, episode_ranges
 from vla_finetuning.data.options import Features, Reading, Selection
+from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.quantiles import LIMITS, outside
 from vla_finetuning.data.reader import height_width
 from vla_finetuning.data.relative_actions import ACTION, STATE
@@ -144,12 +145,11 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
     Damaged rows and videos become findings; the rest is still read. `problems_of` reads a sample as a run would
     (`plan.look`); it is called if nothing is damaged.
     """
-    known, starts = known_episodes(meta), first_positions(meta)
+    known, reader = known_episodes(meta), EpisodeReader(meta, [])
     check_files(meta, camera_keys=[], skip=True)
     missing = find_missing_files(meta, episodes=known)
     columns = _Columns(vector_keys(meta))
-    source = open_source(meta, [])
-    most_rows = max(1, SAMPLE_BYTES // source.row_bytes())
+    most_rows = max(1, SAMPLE_BYTES // reader.source.row_bytes())
     episodes = known[sample_episodes(meta.episode_length[known], min(SAMPLE_ROWS, most_rows))]
     damaged: dict[str, list[int]] = {}
     for episode, reason in meta.broken.get("data", {}).items():
@@ -157,16 +157,14 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
             damaged.setdefault(reason, []).append(episode)
     read = []
     for episode in episodes.tolist():
-        rows = min(int(meta.episode_length[episode]), max(1, most_rows // len(episodes)))
-        first = int(starts[episode])
         try:
-            (batch,) = source.read_rows(range(first, first + rows), rows)
+            rows = min(int(meta.episode_length[episode]), max(1, most_rows // len(episodes)))
+            columns.add(episode, reader.read(episode, np.arange(rows)))
         except (ValueError, OSError) as error:
             if episode not in missing.episodes:
                 damaged.setdefault(_reason(meta, error), []).append(episode)
             continue
         read.append(episode)
-        columns.add(episode, batch)
     # An example from the middle of the sample, with enough frames to show motion.
     intact = [episode for episode in read if episode not in missing.episodes] or read
     example = max(intact[len(intact) // 4 :] or [0], key=lambda e: min(int(meta.episode_length[e]), 100))
@@ -251,8 +249,7 @@ def sample_episodes(lengths: np.ndarray, rows: int) -> np.ndarray:
     """Choose evenly spread episodes with about `rows` rows, at least LEAST_EPISODES; int64 ascending."""
     total = int(lengths.sum())
     count = len(lengths) if total <= rows else max(LEAST_EPISODES, int(len(lengths) * rows / total))
-    count = min(count, len(lengths))
-    return np.unique(np.linspace(0, len(lengths) - 1, count).round().astype(np.int64))
+    return evenly_spaced(len(lengths), count)
 
 
 def format_share(meta: DatasetMetadata, key: str, share: np.ndarray) -> str:
@@ -408,21 +405,16 @@ def _sample_cameras(
     meta: DatasetMetadata, cameras: Sequence[str], example: int, read: Sequence[int]
 ) -> tuple[list[Moment], list[Finding]]:
     """Decode moments of a few episodes; return those of `example`, and findings about dark or frozen cameras."""
-    chosen: list[int] = []
-    if read:
-        spread = np.asarray(read)[np.linspace(0, len(read) - 1, CAMERA_EPISODES).astype(int)]
-        chosen = list(dict.fromkeys([example, *spread.tolist()]))[:CAMERA_EPISODES]
+    spread = [read[i] for i in evenly_spaced(len(read), CAMERA_EPISODES)]
+    chosen = list(dict.fromkeys([example, *spread]))[: CAMERA_EPISODES if read else 0]
     images: dict[str, dict[int, np.ndarray]] = {key: {} for key in cameras}
-    times, starts = dict[int, np.ndarray](), first_positions(meta)
-    findings = []
+    times, findings = dict[int, np.ndarray](), []
     for key in cameras:
         try:
-            source = open_source(meta, [key], _shown_size(meta.features[key]))
+            reader = EpisodeReader(meta, [key], _shown_size(meta.features[key]))
             for episode in chosen:
-                frames = np.unique(np.linspace(0, int(meta.episode_length[episode]) - 1, MOMENTS).astype(np.int64))
-                positions = frames + int(starts[episode])
-                (batch,) = source.read_rows(positions.tolist(), len(positions))
-                images[key][episode] = batch[key]
+                frames = evenly_spaced(int(meta.episode_length[episode]), MOMENTS)
+                images[key][episode] = reader.read(episode, frames)[key]
                 times[episode] = frames / meta.fps
         except (ValueError, OSError) as error:
             findings.append(Finding("damaged", f"camera {key} cannot be read: {_reason(meta, error)}"))
@@ -456,19 +448,20 @@ def _blocks(images: np.ndarray) -> np.ndarray:
     return cropped.reshape(n, rows, side, columns, side, 3).mean(axis=(2, 4, 5))
 
 
-def open_source(
-    meta: DatasetMetadata, camera_keys: list[str], image_size: tuple[int, int] | None = None
-) -> LeRobotDatasource:
-    """Return a source of known episodes in stored order; frames may be half a frame off in time."""
-    columns, known = vector_keys(meta), Selection(episodes=[known_episodes(meta)])
-    features = Features(camera_keys, columns, image_size=image_size, tolerance_s=0.5 / meta.fps)
-    return LeRobotDatasource([meta], known, features, reading=Reading(check_files=False))
+class EpisodeReader:
+    """Reads frames of known episodes, with their vectors and some cameras; frames may be half a frame off in time."""
 
+    def __init__(self, meta: DatasetMetadata, camera_keys: list[str], image_size: tuple[int, int] | None = None):
+        features = Features(camera_keys, vector_keys(meta), image_size=image_size, tolerance_s=0.5 / meta.fps)
+        known = known_episodes(meta)
+        self.source = LeRobotDatasource([meta], Selection([known]), features, reading=Reading(check_files=False))
+        length = meta.episode_length * np.isin(meta.episode_index, known)
+        self._first = np.cumsum(length) - length  # position of each episode in stored order
 
-def first_positions(meta: DatasetMetadata) -> np.ndarray:
-    """Return the position in `open_source` at which the rows of each known episode begin, int64 (E,)."""
-    length = meta.episode_length * np.isin(meta.episode_index, known_episodes(meta))
-    return np.cumsum(length) - length
+    def read(self, episode: int, frames: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the rows of some frames, ascending, of an episode."""
+        (batch,) = self.source.read_rows((self._first[episode] + frames).tolist(), len(frames))
+        return batch
 
 
 def _shown_size(feature: Feature) -> tuple[int, int] | None:

@@ -15,8 +15,9 @@ import numpy as np
 from vla_finetuning.data.dataset import known_episodes
 from vla_finetuning.data.idle import STILL, idle_frames, value_range, value_span
 from vla_finetuning.data.metadata import DatasetMetadata
+from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.relative_actions import ACTION, STATE
-from vla_finetuning.report.dataset_look import MOMENTS, camera_findings, first_positions, open_source, vector_keys
+from vla_finetuning.report.dataset_look import MOMENTS, EpisodeReader, camera_findings, vector_keys
 
 # Thresholds of reasons: share of idle frames; share of frames with an action at the end of its range; jerk, or distance
 # of action and next state, as a multiple of the median episode.
@@ -63,11 +64,11 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
     names = [meta.features[key].names for key in keys]
     alike = len(keys) == 2 and bool(names[0]) and names[0] == names[1]
     cameras = [key for key in meta.camera_keys if not meta.features[key].is_depth]
-    source, sources = open_source(meta, []), {key: open_source(meta, [key]) for key in cameras}
-    scores, at_end, digests, starts = [], [], dict[bytes, int](), first_positions(meta)
+    reader, readers = EpisodeReader(meta, []), {key: EpisodeReader(meta, [key]) for key in cameras}
+    scores, at_end, digests = [], [], dict[bytes, int]()
     for episode in known_episodes(meta).tolist() if read is None else read:
-        first, frames = int(starts[episode]), int(meta.episode_length[episode])
-        (batch,) = source.read_rows(range(first, first + frames), frames)
+        frames = int(meta.episode_length[episode])
+        batch = reader.read(episode, np.arange(frames))
         values = {key: batch[key].astype(np.float64).reshape(frames, -1) for key in keys}
         action = values[ACTION]
         at_end.append(((action <= low + edge) | (action >= high - edge)).mean(axis=0))
@@ -75,7 +76,7 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
         apart = np.abs((action[:-1] - values[STATE][1:]) / span[ACTION]) if alike and frames > 1 else None
         digest = hashlib.sha256(b"".join(v.tobytes() for v in values.values())).digest()
         same_as = digests.setdefault(digest, episode)
-        moments = (first + np.unique(np.linspace(0, frames - 1, MOMENTS).astype(np.int64))).tolist()
+        moments = evenly_spaced(frames, MOMENTS)
         scores.append(
             Score(
                 episode=episode,
@@ -87,9 +88,8 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
                 same_as=None if same_as == episode else same_as,
                 reasons=tuple(
                     f"camera {key} is {finding.kind}"
-                    for key, camera in sources.items()
-                    for batch in camera.read_rows(moments, len(moments))
-                    for finding in camera_findings(key, [batch[key]])
+                    for key, camera in readers.items()
+                    for finding in camera_findings(key, [camera.read(episode, moments)[key]])
                 ),
             )
         )

@@ -30,6 +30,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from vla_finetuning.buckets.mirror import address, as_path, pull, synced
 from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.data.metadata import dimension_names, join_features, load_metadata, rename_features
+from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.relative_actions import ACTION
 from vla_finetuning.files import read_json, read_json_lines, write_whole
 from vla_finetuning.options.job import CONFIG_NAME
@@ -204,9 +205,6 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         key_figures=_key_figures(lines, evaluation, done, total),
         facts=_facts(config, facts, lines),
-        missing=[
-            name for name, content in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, lines)) if not content
-        ],
         # The chart of the closed loop shows the intervals of held-out success.
         charts=metric_charts(
             [{key: v for key, v in line.items() if not key.startswith("held_out_interval")} for line in lines],
@@ -325,7 +323,7 @@ def _held_out(evaluation: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
 def _chunk_figures(examples: list[dict[str, Any]], names: list[str], rate: float | None) -> list[dict[str, str]]:
     if not examples or rate is None:
         return []
-    chosen = [examples[i] for i in np.unique(np.linspace(0, len(examples) - 1, EXAMPLES).round().astype(int))]
+    chosen = [examples[i] for i in evenly_spaced(len(examples), EXAMPLES)]
     chunks = [figures.example_chunk(example) for example in chosen]
 
     def draw(part: slice) -> figures.Figure:

@@ -14,10 +14,11 @@ from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.options.recap import without_label
 from vla_finetuning.report import figures
-from vla_finetuning.report.dataset_look import first_positions, open_source
+from vla_finetuning.report.dataset_look import EpisodeReader
 from vla_finetuning.report.figures import plain
 from vla_finetuning.run.exported import LABELS_NAME
 
@@ -71,12 +72,8 @@ def _episodes(root: pa.ChunkedArray, columns: Mapping[str, np.ndarray]) -> Itera
         lines = {name: (seconds, columns[name][start:end]) for name in ("value", "return")}
         chart = figures.line_chart(lines, xlabel="time in the episode / s", ylabel="value")
         cameras = [key for key in meta.camera_keys if not meta.features[key].is_depth][:1]
-        frames = first_positions(meta)[episode] + np.unique(np.linspace(0, end - start - 1, SHOWN_FRAMES).round())
-        strips = [
-            figures.to_data_uri(np.concatenate(list(batch[key]), axis=1), STRIP_WIDTH)
-            for key in cameras
-            for batch in open_source(meta, cameras).read_rows(frames.astype(int).tolist(), len(frames))
-        ]
+        batch = EpisodeReader(meta, cameras).read(episode, evenly_spaced(end - start, SHOWN_FRAMES))
+        strips = [figures.to_data_uri(np.concatenate(list(batch[key]), axis=1), STRIP_WIDTH) for key in cameras]
         yield {
             "title": title,
             "instruction": plain(without_label((meta.episode_tasks[episode] or ("",))[0]), 120),
