@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from tests.buckets import MemoryBucket
-from tests.data.test_metadata import EPISODES, SIDE, TOP, WRIST, refuses
+from tests.data.test_metadata import ORIGINAL, SIDE, TOP, WRIST, refuses  # noqa: F401  (ORIGINAL is read by the fixture)
 from vla_finetuning.data import storage
 from vla_finetuning.data.dataset import select_episodes
 from vla_finetuning.data.dataset_files import check_files, find_missing_files
 from vla_finetuning.data.metadata import load_metadata
-
-ORIGINAL = {"episodes": EPISODES, "image_cameras": {SIDE: (40, 48)}}
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_failing_folder_is_warned_about_once(folder, monkeypatch, caplog, fault)
         shutil.rmtree(folder)
         folder.write_text("")
     else:
-        (folder if fault == "folder of others" else before.parents[2]).chmod(0o777)
+        folder.chmod(0o777) if fault == "folder of others" else before.parents[2].chmod(0o770)
     cache = cache if "disk" in fault else opened(folder)
     for name in "abc":
         path = cache.content("a", "file", "content")

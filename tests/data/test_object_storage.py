@@ -246,13 +246,6 @@ def test_rows_on_google_storage_equal_lerobots(google, local):
     assert_lerobots_rows(rows_in_process(source), local, WINDOWS)
 
 
-def test_dry_run_on_s3(bucket, base, tmp_path, capsys):
-    assert vla.main([*flags(base, tmp_path / "out", **{"dataset.root": "s3://robots/arm/"}), "--dry_run"]) == 0
-    out, err = capsys.readouterr()
-    assert "Dataset      s3://robots/arm\n" in out and f"6 episodes, {FRAMES} frames at 10 fps" in out
-    assert SECRET not in out + err
-
-
 def test_serialized_source_holds_no_credentials(bucket):
     """Workers find them in their own environment."""
     source = datasource([load_metadata("s3://robots/arm")])

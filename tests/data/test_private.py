@@ -74,14 +74,6 @@ def test_cache_follows_no_symlink(tmp_path, kind):
     assert victim.read_bytes() == b"as it was"
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770])
-def test_writable_cache_subfolder_is_refused(tmp_path, caplog, mode):
-    place = opened(tmp_path / "cache").content("a dataset", "", "").parents[1]
-    place.chmod(mode)
-    assert opened(tmp_path / "cache").content("a dataset", "", "") is None and place.exists()
-    assert f"{place}" in caplog.text
-
-
 def test_is_in_memory(tmp_path):
     assert is_in_memory(Path("/dev/shm/nowhere/yet")) and not is_in_memory(Path("/proc/self"))
 

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from tests.buckets import MemoryBucket
-from tests.data.test_decode import CODECS, write_video
+from tests.data.test_decode import CODECS, FPS, read, write_video
 from vla_finetuning.data import disk_cache, storage, video_index
-from vla_finetuning.data.decode import VideoReader
 from vla_finetuning.data.storage import RemoteFileSystem, StoragePolicy
 from vla_finetuning.data.video_index import RemoteVideo
 
-FRAMES, FPS, SIZE = 150, 30, (96, 128)
+FRAMES, SIZE = 150, (96, 128)
 BLOCK = 1024
 
 
@@ -65,13 +64,6 @@ def settle(video):
         request.result()
 
 
-def read(source, times_s):
-    frames = []
-    with VideoReader(source, name="v", height=SIZE[0], width=SIZE[1], fps=FPS, tolerance_s=1e-4, threads=1) as reader:
-        reader.read(times_s, lambda i, pixels: frames.append(pixels.copy()))
-    return np.stack(frames)
-
-
 def test_index_equals_ffmpegs_packets(store, content, tmp_path):
     index, _ = video_index._read_index(opened(store).file)
     (tmp_path / "file.mp4").write_bytes(content)
@@ -89,7 +81,7 @@ def test_prefetched_ranges_are_those_ffmpeg_reads(store, content, tmp_path):
     (tmp_path / "file.mp4").write_bytes(content)
     runs = [(3, 6), (40, 44), (50, 53), (100, 101), (147, 150)]
     times_s = np.concatenate([np.arange(a, b) for a, b in runs]) / FPS
-    expected = read(str(tmp_path / "file.mp4"), times_s)
+    expected, _ = read(str(tmp_path / "file.mp4"), times_s, size=SIZE)
     moov = content.index(b"moov") - 4
     length = int.from_bytes(content[moov : moov + 4])
     for turn in range(2):
@@ -97,7 +89,7 @@ def test_prefetched_ranges_are_those_ffmpeg_reads(store, content, tmp_path):
         video.ask(times_s, FPS)
         settle(video)
         before = len(store.fetched)
-        np.testing.assert_array_equal(read(video.file, times_s), expected)
+        np.testing.assert_array_equal(read(video.file, times_s, size=SIZE)[0], expected)
         video.file.close()
         # The reading thread fetches nothing itself, except a longer index the first time.
         waits = [(start, end) for start, end, prefetched in store.fetched if not prefetched]
