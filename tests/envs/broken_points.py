@@ -41,14 +41,14 @@ class Shown(Point):
 
 
 class Measured(Point):
-    """Returns an infinite distance and noisy images, which are no defects."""
+    """Returns an infinite distance, noisy images and a text, and has no instruction, which are no defects."""
 
-    grain = 0
+    grain, task_description = 0, None
 
     def see(self):
         self.grain += 1
         seen = super().see()
-        return {**seen, "pixels": seen["pixels"] // 2 + np.uint8(self.grain % 8)}
+        return {**seen, "pixels": seen["pixels"] // 2 + np.uint8(self.grain % 8), "mission": "go"}
 
     def step(self, action):
         *rest, info = super().step(action)
@@ -58,7 +58,7 @@ class Measured(Point):
 class Listed(Point):
     """Begins in one of a list of states; reports success in its last step only."""
 
-    initial_states, init_state_id = 5, 0
+    initial_states, init_state_id, task_description = 5, 0, None
     metadata = {"render_fps": 12.5}  # noqa: RUF012
 
     def reset(self, *, seed=None, options=None):

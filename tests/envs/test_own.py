@@ -23,6 +23,7 @@ from tests.rollouts.test_player import make_base
 from vla_finetuning.envs import configs, contract
 from vla_finetuning.envs.configs import env_config, initial_state_counts, longest_episode, task_makers
 from vla_finetuning.envs.contract import ContractError
+from vla_finetuning.envs.protocol import stack
 from vla_finetuning.rl import groups
 from vla_finetuning.rollouts.episodes import Episode, Playing
 from vla_finetuning.rollouts.experts import play_expert
@@ -120,6 +121,12 @@ def test_infinite_info_value_is_written_as_json():
     assert play_line(broken_makers("Measured"))["info"] == {"is_success": False, "distance": "inf"}
 
 
+def test_texts_in_observations_and_absent_instructions_are_left_out():
+    makers = broken_makers("Measured")
+    assert play_line(makers)["instruction"] == ""
+    assert stack([makers["gym"]().reset(seed=0)[0]]).keys() == {"pixels", "agent_pos"}
+
+
 def test_invalid_package_or_task_is_refused(tmp_path):
     with pytest.raises(ValueError, match="--env.discover_packages_path=nowhere_at_all: cannot be imported on .*PYTHON"):
         env_config("two_bins", ["--discover_packages_path=nowhere_at_all"])
@@ -187,7 +194,7 @@ def test_record_and_vla_use_environment_of_discovered_package(ray_cluster, tiny_
     env_flags = [*PACKAGE_FLAGS, "--env.task=Listed-v0"]
     assert record.main([*env_flags, "--episodes=3", f"--root={root}", "--seed=100"]) == 0
     dataset = LeRobotDataset("local/recorded", root)
-    assert dataset.num_episodes == 3 and dataset.num_frames == 15
+    assert dataset.num_episodes == 3 and dataset.num_frames == 15 and dataset[0]["task"] == ""
     states = [dataset[frame]["observation.state"][0].item() for frame in (0, 5, 10)]
     assert states == pytest.approx([0.0, 0.1, 0.2])
 

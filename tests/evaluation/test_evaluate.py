@@ -218,8 +218,6 @@ def test_episodes_without_actions_cannot_be_recorded(evaluated, flags, tmp_path,
     assert "has no actions of 6 episodes" in capsys.readouterr().err
     assert evaluate.main([*flags, f"--output_dir={plain}", "--eval.videos=3"]) == 0
     assert "Films        " in (out := capsys.readouterr().out) and "were played with --eval.videos 0" in out
-    assert evaluate.main([*flags, f"--output_dir={plain}", f"--eval.record_dataset={plain}"]) == 2
-    assert "--eval.record_dataset: the --output_dir is for the evaluation" in capsys.readouterr().err
 
 
 def test_failed_episodes_cannot_be_recorded(tmp_path, monkeypatch):
@@ -324,8 +322,11 @@ def test_invalid_options_are_refused_before_playing(folder, tmp_path, capsys, mo
         ([*good, "--env.type=somebody/envs@main:env.py"], "would run code from the Hub"),
         ([*good, "--output_dir=hf://a/b"], "--output_dir=hf://a/b: expected a path, s3://BUCKET/FOLDER, gs://"),
         ([*good, "--eval.record_dataset=s3://runs/played"], "datasets are written to a disk; give a path"),
+        ([*good, f"--eval.record_dataset={tmp_path}"], f"={tmp_path} would hold the --output_dir {tmp_path / 'out'}"),
+        ([*good, f"--eval.record_dataset={halved}/robot.json/a"], "--eval.record_dataset="),
+        ([*good, "--policy.advantage=positive"], "cannot reach it: leave out --policy.advantage"),
         ([*good, "--eval.latency_s=0.1,x"], "--eval.latency_s=0.1,x: expected numbers, as 0,0.1, at least 0"),
-        ([*good, "--eval.latency_s=0.1,0.1"], "--eval.latency_s=0.1,0.1: give each one once"),
+        ([*good, "--eval.latency_s=0.1,0.1000000001"], "--eval.latency_s=0.1,0.1: give each one once"),
         ([*good, "--eval.latency_s=0.1", SELECT], "[0.1] with --eval.controller=select_action: a loop over select_act"),
         ([*good, "--eval.controller=rtc"], "LeRobot has no real-time chunking for this policy, of type 'act'"),
         (["--compare", str(tmp_path)], "two folders"),

@@ -128,6 +128,10 @@ def test_mount_point_as_dataset_root_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--root=.* is a mount point, which no finished dataset can replace"):
         is_free(tmp_path, "--root")
     assert is_free(tmp_path / "new", "--root")
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "new"):
+        with pytest.raises(OSError, match=f"--root={path}: .* choose another"):
+            is_free(path, "--root")
 
 
 def test_every_second_iteration_is_recorded(run):

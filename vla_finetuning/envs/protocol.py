@@ -44,6 +44,11 @@ def attribute(env: gymnasium.Env[Any, Any], name: str, default: Any = None) -> A
     return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else default
 
 
+def instruction_of(env: gymnasium.Env[Any, Any]) -> str:
+    """Return the instruction of an episode, by the same attributes in the same order as LeRobot's evaluation."""
+    return str(attribute(env, "task_description", attribute(env, "task")) or "")
+
+
 def choose_initial_state(env: gymnasium.Env[Any, Any], number: int) -> None:
     """Select the initial state of the next reset, if the environment has a list of them."""
     if hasattr(env.unwrapped, "init_state_id"):
@@ -101,8 +106,9 @@ def map_arrays(function: Callable[..., np.ndarray], *observations: Observation) 
 
 
 def stack(observations: Sequence[Observation]) -> Observation:
-    """Stack N observations into one with N rows."""
-    return map_arrays(lambda *arrays: np.stack(arrays), *observations)
+    """Stack N observations into one with N rows, without texts and objects, which no policy takes."""
+    first = {k: v for k, v in observations[0].items() if isinstance(v, Mapping) or np.asarray(v).dtype.kind in "biuf"}
+    return map_arrays(lambda *arrays: np.stack(arrays), first, *observations[1:])
 
 
 def concatenate(observations: Sequence[Observation]) -> Observation:

@@ -119,8 +119,6 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         about=about,
         dataset=None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute(),
     )
-    if trial.dataset == output_dir:
-        raise ValueError("--eval.record_dataset: the --output_dir is for the evaluation; give another folder")
     if trial.dataset is not None:
         is_recorded(trial.dataset, {**about, "episodes": len(trial.episodes)})
     return trial

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from vla_finetuning.options.fields import option
 
@@ -62,10 +63,12 @@ def describe_trial(environment: EnvironmentOptions, options: EvalOptions, every:
     ]
 
 
-def check_recorded(root: str | None, flag: str) -> None:
-    """Refuse an address of an object store as the folder of a recorded dataset."""
+def check_recorded(root: str | None, flag: str, output_dir: str | None = None) -> None:
+    """Refuse an address of an object store, or a folder that holds `output_dir`, as that of a recorded dataset."""
     if root is not None and "://" in root:
         raise ValueError(
             f"{flag}={root}: datasets are written to a disk; give a path (on a cluster, one that all nodes share), and "
             "copy the folder to the bucket when it is done"
         )
+    if root and output_dir and Path(output_dir).absolute().is_relative_to(Path(root).expanduser().absolute()):
+        raise ValueError(f"{flag}={root} would hold the --output_dir {output_dir}: give another folder")

@@ -118,7 +118,7 @@ class GrpoOptions:
     record_every: int = option(1, "Record every n-th iteration.", min=1, only_with="grpo.record_dataset")
 
     def check(self, config: Any) -> None:
-        check_recorded(self.record_dataset, "--grpo.record_dataset")
+        check_recorded(self.record_dataset, "--grpo.record_dataset", config.output_dir)
         workers, strategy = config.scaling, config.scaling.strategy
         if config.train.compile:
             raise ValueError(

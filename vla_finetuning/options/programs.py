@@ -89,14 +89,15 @@ class EvaluateConfig(EnvironmentOptions, ActingOptions, PolicyOptions):
         if self.output_dir is None:
             raise ValueError("where to? give --output_dir FOLDER or s3://BUCKET/FOLDER; given again, it goes on there")
         check_output(self.output_dir)
-        check_recorded(self.record_dataset, "--eval.record_dataset")
+        check_recorded(self.record_dataset, "--eval.record_dataset", self.output_dir)
         if self.controller == "select_action" and (self.eval.policy_actors or 1) > 1:
             raise ValueError(
                 f"--eval.policy_actors={self.eval.policy_actors}: with --eval.controller=select_action one process "
                 "decides, which remembers the chunks; leave it out"
             )
-        if len(set(self.latency_s)) < len(self.latency_s):
-            raise ValueError(f"--eval.latency_s={','.join(f'{s:g}' for s in self.latency_s)}: give each one once")
+        latencies = [f"{seconds:g}" for seconds in self.latency_s]  # as they are printed
+        if len(set(latencies)) < len(latencies):
+            raise ValueError(f"--eval.latency_s={','.join(latencies)}: give each one once")
 
 
 @dataclass

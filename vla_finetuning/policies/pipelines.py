@@ -267,13 +267,15 @@ def tokenizer_step(preprocessor: PolicyProcessorPipeline) -> Any:
     return next((step for step in preprocessor.steps if hasattr(step, "input_tokenizer")), None)
 
 
-def check_prompts_differ(preprocessor: PolicyProcessorPipeline, instructions: Sequence[str], name: str) -> None:
+def check_prompts_differ(
+    preprocessor: PolicyProcessorPipeline, instructions: Sequence[str], name: str, flag: str = "--recap.labels"
+) -> None:
     """Refuse a policy whose tokens do not differ with the advantage at the end of an instruction."""
     tokenizer = tokenizer_step(preprocessor)
     if tokenizer is None:
         raise ValueError(
             f"{name}: its processors make no tokens of instructions, so the advantage in an instruction cannot reach "
-            "it: leave out --recap.labels"
+            f"it: leave out {flag}"
         )
     for instruction in instructions:
         texts = [f"{instruction}{words}" for words in ("", *ADVANTAGE.values())]

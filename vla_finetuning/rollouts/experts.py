@@ -16,7 +16,7 @@ from lerobot.utils.constants import ACTION
 
 from vla_finetuning.columns import SUBTASK
 from vla_finetuning.envs.configs import MetaworldConfig, env_config, is_own, task_makers
-from vla_finetuning.envs.protocol import Maker, choose_initial_state
+from vla_finetuning.envs.protocol import Maker, choose_initial_state, instruction_of
 from vla_finetuning.options.programs import RecordConfig
 from vla_finetuning.rollouts.recording import Frame, is_free, record_dataset
 
@@ -39,7 +39,7 @@ def play_expert(config: EnvConfig, first_seed: int, env: gymnasium.Env[Any, Any]
         frame = {name: action if name == ACTION else _read(seen, key) for key, name in names.items()}
         if env.has_wrapper_attr(SUBTASK):
             frame[SUBTASK] = env.get_wrapper_attr(SUBTASK)
-        frames.append({**frame, "task": env.get_wrapper_attr("task_description")})
+        frames.append({**frame, "task": instruction_of(env)})
         seen, _, terminated, truncated, info = env.step(action)
         over, success = terminated or truncated, bool(info.get("is_success", False))
     return frames if success else None

@@ -133,6 +133,9 @@ class PolicySource(Acting):
     ) -> PolicySource:
         """Return an exported policy that acts as a program's options say. Raises ValueError if it cannot."""
         check_advantage(config, options.advantage, options.guidance)
+        if options.advantage is not None:
+            pipelines = load_processors(folder, config, trusted=options.policy_trust_remote_code)
+            check_prompts_differ(pipelines[0], [""], f"policy {folder}", "--policy.advantage")
         check_writes(folder, config, options.subtask)
         use_gpu = find_gpus("--use_gpu") > 0 if options.use_gpu is None else options.use_gpu
         return cls(
@@ -170,8 +173,6 @@ class PolicySource(Acting):
             policy.load_state_dict(other.equal_weights(policy.state_dict()), strict=False, assign=True)
         policy.to(self.device)
         pipelines = self.processors or load_processors(self.folder, self.config, trusted=self.trusted)
-        if self.advantage is not None:
-            check_prompts_differ(pipelines[0], [""], f"policy {self.folder}")
         return Player(policy, *pipelines, self)
 
 

@@ -34,6 +34,7 @@ from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.rollouts.episodes import PlayedEpisode
 from vla_finetuning.rollouts.replay import NotRepeatedError, play_again
 from vla_finetuning.rollouts.stage import Limited
+from vla_finetuning.run.folder import check_place
 from vla_finetuning.terminal import print_safe
 
 if TYPE_CHECKING:  # experts are recorded without PyTorch
@@ -212,8 +213,12 @@ def replay_frames(
 
 
 def is_free(root: Path, flag: str) -> bool:
-    """Return whether a folder is absent or empty, for a dataset. Raises ValueError for an empty mount point."""
-    is_empty = not root.exists() or (root.is_dir() and not any(root.iterdir()))
+    """Return whether a folder is absent or empty, for a dataset.
+
+    Raises ValueError for an empty mount point, and OSError as `check_place`.
+    """
+    check_place(root, flag)
+    is_empty = not root.exists() or not any(root.iterdir())
     if is_empty and os.path.ismount(root):
         raise ValueError(f"{flag}={root} is a mount point, which no finished dataset can replace: name a folder in it")
     return is_empty

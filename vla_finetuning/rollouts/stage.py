@@ -24,6 +24,7 @@ from vla_finetuning.envs.protocol import (
     choose_gl,
     choose_initial_state,
     close_quietly,
+    instruction_of,
     look_on_demand,
     shows_state,
     stack,
@@ -185,8 +186,7 @@ class _Slot:
         choose_initial_state(env, episode.episode)
         self.observation, info = env.reset(seed=episode.seed)
         initial_state = state_hash(env, self.observation)
-        # The same attributes in the same order as LeRobot's evaluation.
-        instruction = str(attribute(env, "task_description", attribute(env, "task", "")))
+        instruction = instruction_of(env)
         limit = attribute(env, "_max_episode_steps")
         success, total, rewards = [bool(info.get("is_success", False))], 0.0, list[float]()
         success_decision: int | None = None

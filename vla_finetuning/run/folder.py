@@ -176,16 +176,16 @@ def _last_written(output_dir: Path) -> int:
     return saved["step"] if counts is None else min(saved["step"], counts)
 
 
-def check_place(folder: Path) -> None:
-    """Raise OSError if the folder cannot be made or written. Does not make it."""
+def check_place(folder: Path, flag: str = "--output_dir") -> None:
+    """Raise OSError, which names the flag, if the folder cannot be made or written. Does not make it."""
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:  # a name too long, or below a file
-        raise OSError(f"--output_dir={folder}: no folder can be there ({error.strerror}); choose another") from error
+        raise OSError(f"{flag}={folder}: no folder can be there ({error.strerror}); choose another") from error
     if not existing.is_dir():
-        raise NotADirectoryError(f"--output_dir={folder}: {existing} is a file; choose another folder")
+        raise NotADirectoryError(f"{flag}={folder}: {existing} is a file; choose another folder")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise PermissionError(f"--output_dir={folder}: {existing} cannot be written to; choose another folder")
+        raise PermissionError(f"{flag}={folder}: {existing} cannot be written to; choose another folder")
     contents(folder)  # the bucket must be there
 
 
