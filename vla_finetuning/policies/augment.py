@@ -160,8 +160,7 @@ def make_augmentation(
     """
     if name == "openpi":
         return Augmentation(seed, {key: openpi_step(wrist=WRIST in key) for key in keys})
-    step = lerobot_step(transforms) if transforms.enable else None
-    return None if step is None else Augmentation(seed, dict.fromkeys(keys, step))
+    return Augmentation(seed, dict.fromkeys(keys, lerobot_step(transforms))) if transforms.enable else None
 
 
 def openpi_step(wrist: bool) -> Step:
@@ -176,8 +175,8 @@ def openpi_step(wrist: bool) -> Step:
     return Sequential(color if wrist else [*geometry, *color])
 
 
-def lerobot_step(options: ImageTransformOptions) -> Step | None:
-    """Make the step of `--dataset.image_transforms`, parsed by LeRobot's own classes; None if it applies no transform.
+def lerobot_step(options: ImageTransformOptions) -> Step:
+    """Make the step of `--dataset.image_transforms`, parsed by LeRobot's own classes.
 
     Raises ValueError for an unknown or unsupported type or option, and if all weights are 0.
     """
@@ -203,7 +202,7 @@ def lerobot_step(options: ImageTransformOptions) -> Step | None:
     chosen = Subset(steps, weights, count, options.random_order)
     if chosen.draws > DRAWS:
         raise ValueError(f"--dataset.image_transforms.tfs: {len(steps)} transforms are too many; choose fewer")
-    return chosen if count else None
+    return chosen
 
 
 def _lerobot_transform(flag: str, transform: Any) -> Step:
