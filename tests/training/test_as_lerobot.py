@@ -289,6 +289,11 @@ def test_run_starts_from_folder_that_lerobot_saved_and_trains_adapters(dataset, 
             assert any(value.any() for name, value in tensors.items() if "lora_B" in name)
 
 
+def test_image_size_that_its_backbone_cannot_divide_is_refused(dataset, tmp_path):
+    with pytest.raises(ValueError, match="a 'smolvla' cannot compute with these options, --policy.*: shape"):
+        resolved(dataset, "smolvla", tmp_path, **{"policy.resize_imgs_with_padding": "[40, 40]"})
+
+
 @pytest.mark.parametrize(("kind", "changes", "precision"), [
     ("act", {}, "fp32"),
     ("multi_task_dit", {}, "fp32"),

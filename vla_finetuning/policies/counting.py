@@ -29,6 +29,8 @@ def flops_per_sample(
 
     Args:
         prompt: language tokens, padding included; None: `tokenizer_max_length` of the configuration.
+    Raises:
+        ValueError: sizes in the configuration do not fit each other.
     """
     family = family_of(config)
     config = family.with_cameras(config, cameras, prompt)
@@ -36,8 +38,11 @@ def flops_per_sample(
     choose_trainable(counted, mode, adapters)
     loss = family.make_loss(counted, images=DeviceHalf(None, config))
     batch, noise, time = family.empty_inputs(config, 1, draws, "meta")
-    with FlopCounterMode(display=False) as counter:
-        loss(batch, noise, time).backward()
+    try:
+        with FlopCounterMode(display=False) as counter:
+            loss(batch, noise, time).backward()
+    except RuntimeError as error:  # of sizes that do not divide, as images into a backbone's patches
+        raise ValueError(f"a '{config.type}' cannot compute with these options, --policy.*: {error}") from error
     return counter.get_total_flops()
 
 
