@@ -380,6 +380,8 @@ def test_nondeterministic_reset_is_refused():
         ({"scaling.strategy": "fsdp2"}, "use --scaling.strategy=ddp"),
         ({"env.type": "nowhere"}, "LeRobot knows no such environment"),
         ({"grpo.kl": 0.1, "grpo.method": "filtered"}, "--grpo.kl=0.1 with --grpo.method=filtered: .* leave it out"),
+        ({"grpo.clip_low": 0.1, "grpo.method": "filtered"}, "--grpo.clip_low=0.1 with --grpo.method=filtered: .*leave"),
+        ({"grpo.normalise": "false", "grpo.method": "ppo"}, "--grpo.normalise=false with --grpo.method=ppo: only grpo"),
         ({"policy.repo_id": "a/b"}, "--policy.repo_id has no effect .*; python -m vla_finetuning.run.push"),
         ({"grpo.resample": 1, "grpo.method": "filtered"}, "--grpo.resample=1 with --grpo.method=filtered"),
         ({"grpo.bootstrap_time_limit": "true"}, "--grpo.bootstrap_time_limit.*--grpo.method=ppo"),

@@ -14,6 +14,7 @@ Reward = Literal["success", "return"]
 # Prefix of the critic's parameters in a checkpoint; the critic is not part of the policy.
 CRITIC = "critic."
 PPO = "grpo.method=ppo"
+NO_RATIO = {"grpo.method=filtered": "imitation compares no policies; leave it out"}
 
 
 @dataclass
@@ -59,10 +60,10 @@ class GrpoOptions:
         "of GPUs have 2048.",
         min=1,
     )
-    clip_low: float = option(0.2, "grpo, ppo: lower bound of the probability ratio, 1 - clip_low.", above=0, below=1)
-    clip_high: float = option(0.2, "grpo, ppo: upper bound of the probability ratio, 1 + clip_high.", above=0)
+    clip_low: float = option(0.2, "Lower bound of probability ratios: 1 - this.", above=0, below=1, conflicts=NO_RATIO)
+    clip_high: float = option(0.2, "Upper bound of probability ratios: 1 + this.", above=0, conflicts=NO_RATIO)
     dual_clip: float | None = option(
-        3.0, "Bound of the loss for negative advantages (dual clip). null: no bound.", above=0
+        3.0, "Bound of the loss for negative advantages (dual clip). null: no bound.", above=0, conflicts=NO_RATIO
     )
     normalise: bool = option(True, "grpo: divide advantages by the group's standard deviation.")
     gamma: float = option(0.99, "ppo: discount of rewards per decision.", above=0, max=1, only_with=PPO)
@@ -87,7 +88,7 @@ class GrpoOptions:
         0.0,
         "Weight of the divergence from the initial policy. A value above 0 needs a second replica in memory.",
         min=0,
-        conflicts={"grpo.method=filtered": "imitation has no such term; leave it out"},
+        conflicts=NO_RATIO,
     )
     warmup: int = option(3, "Number of iterations over which the learning rate rises to its constant value.", min=0)
     eval_every: int = option(
@@ -120,6 +121,8 @@ class GrpoOptions:
     def check(self, config: Any) -> None:
         check_recorded(self.record_dataset, "--grpo.record_dataset", config.output_dir)
         workers, strategy = config.scaling, config.scaling.strategy
+        if not (self.normalise or self.method == "grpo"):
+            raise ValueError(f"--grpo.normalise=false with --grpo.method={self.method}: only grpo has it; leave it out")
         if config.train.compile:
             raise ValueError(
                 "--train.compile=true: decisions come in batches of any size, and each size would be compiled; leave "
