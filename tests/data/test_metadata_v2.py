@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.scripts.convert_dataset_v21_to_v30 import convert_dataset
 
+from tests.data.test_datasource import lerobot
 from tests.datasets import datasource, edit_json, make_dataset
 from vla_finetuning.data import metadata_v2
 from vla_finetuning.data.dataset_files import check_files
@@ -103,10 +103,6 @@ def convert(source, root):
     finally:
         logging.disable(logging.NOTSET)
     return root
-
-
-def lerobot(root, **options):
-    return LeRobotDataset("local/test", root=root, video_backend="pyav", return_uint8=True, **options)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,12 @@ class EpisodeTable:
     columns: dict[str, np.ndarray]
     tasks: list[tuple[str, ...]]
     broken: dict[str, dict[int, str]] = field(default_factory=dict)
+
+
+def task_texts(value: Any, same: dict[tuple[str, ...], tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the texts of an episode's `tasks`: a list of texts, or one text; () for others. `same` has equal ones."""
+    texts = tuple(text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str))
+    return same.setdefault(texts, texts)
 
 
 def texts_by_index(rows: Iterable[tuple[str, int, str]]) -> dict[int, str]:

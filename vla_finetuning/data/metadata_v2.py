@@ -20,7 +20,7 @@ import fsspec
 import numpy as np
 
 from vla_finetuning.data.dataset import Stats, parse_stats
-from vla_finetuning.data.episode_table import EpisodeTable, texts_by_index
+from vla_finetuning.data.episode_table import EpisodeTable, task_texts, texts_by_index
 from vla_finetuning.data.limits import MAX_EPISODES_BYTES, MAX_LINE_BYTES, MAX_TASKS_BYTES
 from vla_finetuning.data.paths import MAX_INDEX, read_lines
 
@@ -52,10 +52,7 @@ def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: Sequence
     for label, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES_BYTES):
         index.append(_whole_number(label, line, "episode_index", 0))
         length.append(_whole_number(label, line, "length", 1))
-        listed = line.get("tasks")
-        listed = [listed] if isinstance(listed, str) else listed if isinstance(listed, list) else []
-        texts = tuple(text for text in listed if isinstance(text, str))
-        tasks.append(same.setdefault(texts, texts))
+        tasks.append(task_texts(line.get("tasks"), same))
     columns: dict[str, np.ndarray] = {"episode_index": np.array(index, np.int64), "length": np.array(length, np.int64)}
     for prefix in ("data", *(f"videos/{key}" for key in video_keys)):
         # Paths are made of the episode's number (`TEMPLATES`).

@@ -5,19 +5,16 @@ Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`. Every value is ch
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator
 
 import fsspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.columns import SUBTASK
 from vla_finetuning.data.dataset import shorten
-from vla_finetuning.data.episode_table import EpisodeTable, texts_by_index
+from vla_finetuning.data.episode_table import EpisodeTable, task_texts, texts_by_index
 from vla_finetuning.data.limits import MAX_EPISODES_BYTES, MAX_TASKS_BYTES
 from vla_finetuning.data.paths import MAX_INDEX, check_inside
 from vla_finetuning.data.safe_parquet import Budget, freeing_footers, open_parquet, read_columns
@@ -107,7 +104,8 @@ def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: list[str
                 parts[name].append(_place_column(part, name, path, index, broken).astype(dtype, copy=False))
             for episode in index[length < 1].tolist():
                 broken.setdefault("data", {})[episode] = f"has length 0 in {path}"
-            tasks += (same.setdefault(t, t) for t in _episode_tasks(part))
+            chunks = part["tasks"].chunks if "tasks" in part.column_names else [pa.nulls(len(part))]
+            tasks += (task_texts(value, same) for chunk in chunks for value in chunk.to_pylist())
 
     # Pop each column, so that two copies of all columns never exist at the same time.
     return EpisodeTable({name: np.concatenate(parts.pop(name)) for name in names}, tasks, broken)
@@ -184,17 +182,3 @@ def _place_column(
         broken.setdefault(place, {})[int(index[at])] = f"has {value} as {name} in {path}"
     before = np.maximum.accumulate(np.where(good, np.arange(len(values)), 0))
     return np.where(good[before], values[before], 0.0)
-
-
-def _episode_tasks(table: pa.Table) -> Iterator[tuple[str, ...]]:
-    """Yield the tasks of each episode of a file, stored as a list of texts or one text; () for other types."""
-    column = table["tasks"] if "tasks" in table.column_names else pa.chunked_array([pa.nulls(len(table))])
-    in_lists = pa.types.is_list(column.type) and pa.types.is_string(column.type.value_type)
-    for chunk in column.chunks:
-        if in_lists:
-            texts, counts = chunk.flatten(), pc.fill_null(pc.list_value_length(chunk), 0).to_pylist()
-        else:
-            texts, counts = chunk if pa.types.is_string(column.type) else pa.nulls(len(chunk)), [1] * len(chunk)
-        following = iter(texts.to_pylist())
-        for count in counts:
-            yield tuple(text for text in itertools.islice(following, count) if text is not None)
