@@ -11,7 +11,6 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import av
@@ -124,9 +123,7 @@ class VideoReader:
     def __enter__(self) -> VideoReader:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._container.close()
 
     def read(self, timestamps_s: np.ndarray, sink: Callable[[int, np.ndarray], None]) -> None:

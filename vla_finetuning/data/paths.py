@@ -68,7 +68,7 @@ def assign_files(
         for episode in first[by_first_use].tolist()
     ]
     for path in paths:
-        _check_inside(label, path)
+        _check_path(label, path)
     if len(set(paths)) != len(paths):
         raise ValueError(
             f"{label} {template!r:.200} gives different files the same path; it must hold {{chunk_index}} and "
@@ -156,7 +156,7 @@ def _fields(label: str, template: Any, *, allow_video_key: bool) -> set[str]:
     return set(re.findall(r"\{(\w+)", template))
 
 
-def _check_inside(label: str, path: str) -> None:
+def _check_path(label: str, path: str) -> None:
     steps = path.split("/")
     if not path.isprintable() or "\\" in path or ":" in path or any(step in ("", ".", "..") for step in steps):
         raise ValueError(f"{label} leads to {path!r:.200}, which is not a path inside the dataset")
