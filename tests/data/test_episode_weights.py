@@ -50,6 +50,7 @@ def write_weights(folder, content, table):
 def test_weights_are_read_from_metadata_column(metas):
     assert weights_of(metas[:1], "quality") == [QUALITY]
     assert weights_of(metas[:1], "success") == [[1, 0, 1, 1, 1, 0]]
+    assert weights_of(metas[:1], "episode_index") == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_missing_episodes_have_weight_zero(metas, tmp_path):

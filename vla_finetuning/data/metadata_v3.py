@@ -121,7 +121,7 @@ def read_column(fs: fsspec.AbstractFileSystem, base: str, name: str) -> tuple[np
                 state = f"is of type {kinds[name]}" if name in kinds else "is not there"
                 usable = sorted(key for key, kind in kinds.items() if is_number(kind) and "/" not in key)
                 raise ValueError(f"{path}: {name} {state}, expected a column of numbers; those are {usable!s:.300}")
-            parts.append(read_columns(file, ["episode_index", name], budget))
+            parts.append(read_columns(file, list({"episode_index", name}), budget))
     index, values = (np.concatenate([as_float64(part[key]) for part in parts]) for key in ("episode_index", name))
     return index.astype(np.int64), values
 
