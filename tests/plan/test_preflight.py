@@ -262,6 +262,9 @@ def test_finished_run_with_damaged_policy_exports_again(finished, setting, tmp_p
             remove(path)
         assert problem in result_problem(run.config)
         shutil.copytree(setting[2], exported, dirs_exist_ok=True)
+    os.truncate(exported / "config.json", 0)
+    assert "config.json is damaged" in result_problem(run.config)
+    shutil.copytree(setting[2], exported, dirs_exist_ok=True)
     os.truncate(exported / "model.safetensors", (exported / "model.safetensors").stat().st_size // 2)
     argv = [f"--output_dir={tmp_path / 'run'}", "--resume", "--dry_run"]
     assert vla.main(argv) == 0

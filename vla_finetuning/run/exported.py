@@ -53,9 +53,10 @@ def _problem(folder: Path) -> str | None:
     missing = [name for name in required if name not in stored]
     if len(missing) == len(required):
         return f"{url} holds no policy"
-    for name in PROCESSOR_NAMES if not missing else ():
+    for name in (CONFIG_NAME, *PROCESSOR_NAMES) if not missing else ():
         try:
-            steps = read_foreign_json(folder / name)["steps"]
+            content = read_foreign_json(folder / name)
+            steps = () if name == CONFIG_NAME else content["steps"]
             states = [step["state_file"] for step in steps if step.get("state_file")]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             return f"{url}/{name} is damaged ({error!r})"
