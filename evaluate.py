@@ -20,10 +20,11 @@ if __name__ == "__main__":  # help and errors come before imports that take seco
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from vla_finetuning.buckets.mirror import address, as_path, synced
+from vla_finetuning.buckets.mirror import address, as_path, mirror_of, synced
 from vla_finetuning.evaluation.trial import compare_folders, record_trial, resolve_trial, run_trial
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.run import cluster
+from vla_finetuning.run.folder import locked
 from vla_finetuning.terminal import print_safe, print_safe_text
 
 
@@ -41,6 +42,8 @@ def prepare(argv: list[str], stack: ExitStack) -> Work:
         print_safe_text(text)
         return lambda: int(errors > 0)
     trial = resolve_trial(parse_evaluate(argv))
+    if not mirror_of(trial.output_dir):  # in a bucket, a file has one writer
+        stack.enter_context(locked(trial.output_dir))
 
     def work() -> int:
         cluster.connect()

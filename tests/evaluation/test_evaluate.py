@@ -31,6 +31,7 @@ from vla_finetuning.options.command_line import parse_evaluate
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.rollouts.episodes import OUTCOME
 from vla_finetuning.rollouts.player import Player
+from vla_finetuning.run.folder import locked
 
 SUBTASK, SELECT = "--policy.subtask=true", "--eval.controller=select_action"
 FLAGS = ["--env.type=two_bins", "--env.episode_length=12", "--eval.n_episodes=6", "--eval.env_actors=1"]
@@ -115,6 +116,12 @@ def test_latencies_are_evaluated_and_compared(evaluated, flags, tmp_path, capsys
 
 
 @pytest.mark.ray
+def test_second_evaluation_in_the_same_folder_is_refused(flags, tmp_path, capsys):
+    with locked(tmp_path / "a"):
+        assert evaluate.main([*flags, f"--output_dir={tmp_path / 'a'}"]) == 2
+    assert "a run is going on there" in capsys.readouterr().err
+
+
 def test_killed_evaluation_resumes_and_two_are_compared(evaluated, flags, tmp_path, capsys, monkeypatch):
     """Killed after two episodes: the others play, then the failed one again."""
     a, b, films_made, played = tmp_path / "a", tmp_path / "b", [], []

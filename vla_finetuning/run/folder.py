@@ -222,7 +222,7 @@ def claim_folder(config: JobOptions) -> contextlib.AbstractContextManager[None]:
     """Hold the run's folder in the block. Raises FileExistsError if a process on any machine holds it."""
     if mirror_of(config.folder):
         return _leased(config)
-    return contextlib.nullcontext() if config.dry_run else _locked(config.folder)
+    return contextlib.nullcontext() if config.dry_run else locked(config.folder)
 
 
 @contextlib.contextmanager
@@ -245,7 +245,8 @@ def _leased(config: JobOptions) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder on a disk in the block, and make it. Raises FileExistsError if another process holds it."""
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
