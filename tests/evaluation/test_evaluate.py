@@ -320,6 +320,8 @@ def test_invalid_options_are_refused_before_playing(folder, tmp_path, capsys, mo
         (good[:-1], "give --output_dir"),
         ([*good, "--env.type=nowhere"], "expected one of"),
         ([*good, "--env.lenght=3"], "its options are"),
+        ([*good, "--env.fps=-3"], "--env.fps=-3: expected at least 1"),
+        ([*good, "--env.episode_length=-1"], "--env.episode_length=-1: expected at least 1"),
         ([*good, "--policy.path=/nowhere"], "/nowhere is no folder and no Hub id"),
         ([*good, "--policy.chunksize=3"], "no option of ACTConfig; did you mean --policy.chunk_size?"),
         ([*good, f"--policy.path={halved}"], "halved: the policy's actions are 2 frames apart, 5 per second"),

@@ -395,6 +395,10 @@ def env_config(env_type: str, options: Sequence[str] = ()) -> EnvConfig:
             "--env.discover_packages_path PACKAGE registers others, and --env.type gym plays what gymnasium registers"
         )
     try:
-        return cast(EnvConfig, make_config(config_classes[env_type], "env", options))
+        config = cast(EnvConfig, make_config(config_classes[env_type], "env", options))
+        for name in ("fps", "episode_length"):  # -1 is endless for gymnasium
+            if (value := getattr(config, name, None)) is not None and value < 1:
+                raise ValueError(f"--env.{name}={value}: expected at least 1")
     except ValueError as error:
         raise ValueError(f"--env.type={env_type}: {error}") from error
+    return config
