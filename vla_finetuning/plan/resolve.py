@@ -11,7 +11,7 @@ from vla_finetuning.options.fields import decided
 from vla_finetuning.options.mixture import Member
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan import demo
-from vla_finetuning.plan.base_policy import check_policy, find_base, overruled
+from vla_finetuning.plan.base_policy import check_decided_options, check_policy, find_base
 from vla_finetuning.plan.datasets import Datasets, find_datasets
 from vla_finetuning.plan.episodes import choose, select
 from vla_finetuning.plan.matching import match_datasets, policy_data
@@ -48,7 +48,7 @@ class Run:
     job: Job
     policy: PolicySpec  # its robots may lack statistics (`with_stats`)
     rows: Rows
-    notes: tuple[str, ...] = ()  # of the plan, on changed or ignored options and data
+    notes: tuple[str, ...] = ()  # of the plan, on changed options and data that is left out
     gpu_bytes: int = 0  # predicted memory of a worker; 0 if unknown
 
     @property
@@ -64,12 +64,13 @@ class Run:
 
 
 def resolve(
-    config: Config, gpus_found: int | None = None, datasets: Datasets | None = None, *, compare_base: bool = True
+    config: Config, gpus_found: int | None = None, datasets: Datasets | None = None, *, freezes_by_mode: bool = True
 ) -> Run:
     """Plan a run. Raises ValueError or OSError saying what to do.
 
     `gpus_found` is the number of GPUs, which decides absent options of the workers; None asks CUDA or the cluster.
-    `datasets` is the result of `find_datasets`; None finds them. `compare_base` notes overruled options of the base.
+    `datasets` is the result of `find_datasets`; None finds them. `freezes_by_mode` is False for a value function, for
+    which --train.mode does not decide what trains.
     """
     if gpus_found is None:
         gpus_found = cluster.gpus_found(config.scaling, config.preset)
@@ -83,7 +84,7 @@ def resolve(
     datasets = replace(datasets, metas=matched.metas)
     check_absolute_dimensions(config.policy_options, [robot.config for robot in matched.robots])
     parameters = check_policy(base.config, base.folder, config.train, config.peft)
-    overruling = overruled(config, base.config, base.folder, parameters if compare_base else None)
+    check_decided_options(config, base.config, parameters if freezes_by_mode else None)
 
     dropped = frames_dropped(config, base.config, matched.window_steps)
     chosen = select(config, datasets, dropped)
@@ -116,7 +117,7 @@ def resolve(
     if config.resume:
         _check_checkpoint(config, spec)
     job = make_job(config, spec, steps, rows.identity)
-    return Run(config, job, spec, rows, (*(overruling if compare_base else ()), *chosen.notes, *skipped, *smaller))
+    return Run(config, job, spec, rows, (*chosen.notes, *skipped, *smaller))
 
 
 def select_robot(run: Run, robot: Robot) -> Run:

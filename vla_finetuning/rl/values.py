@@ -88,7 +88,7 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
             "add episodes of the other outcome, or correct --outcome.success or --outcome.threshold"
         )
     # The parameters that train are chosen below, not by the policy's options.
-    run = resolve(options, gpus_found, replace(datasets, metas=metas, success=success), compare_base=False)
+    run = resolve(options, gpus_found, replace(datasets, metas=metas, success=success), freezes_by_mode=False)
     policy, rows = run.policy, run.rows
     if not family_of(policy.config).flow:
         raise ValueError(
