@@ -22,15 +22,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from vla_finetuning.files import read_regular
 from vla_finetuning.options.credentials import refuse_credentials
 from vla_finetuning.options.fields import as_kind, did_you_mean, form_of, readings
 
 FLAG = "--dataset.mixture"
-# Bounds of a file; a member with a hundred listed episodes takes a kilobyte.
-MAX_FILE_BYTES, MAX_DEPTH = 4 * 2**20, 5
+# Bound of a file; a member with a hundred listed episodes takes a kilobyte.
+MAX_FILE_BYTES = 4 * 2**20
 # Largest exponent of a dataset's frames in its weight.
 MAX_POWER = 4
 
@@ -104,7 +104,7 @@ def read_mixture(path: str) -> dict[str, Any]:
     """Read a mixture from a YAML file; return the members' options by root, sorted by root.
 
     Relative roots start at the file's folder. `power` beside `members` is the default of all members. Errors name the
-    file, the line and the key.
+    file, the member and the key.
     """
     file = Path(path).expanduser()
     try:
@@ -167,56 +167,40 @@ def _value(kind: Any, value: Any) -> Any:
     raise ValueError
 
 
-# ---- YAML with lines ------------------------------------------------------------------------------------------------
-
-
 def _listed(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the location of each member in a file, in words, and the member's values as written."""
     import yaml
 
-    def line(item: Any) -> str:
-        return f"{path}, line {item.start_mark.line + 1}"
+    class Loader(yaml.BaseLoader):
+        """Refuse references, which make a small file large in memory, and keys that are given twice."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                refuse("a reference (*name), which no mixture needs", self.peek_event())
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
+            names: set[str] = set()
+            for key, _ in node.value:
+                if str(key.value) in names:
+                    refuse(f"{key.value!r:.100} is given twice", key)
+                names.add(str(key.value))
+            return super().construct_mapping(node, deep)
+
+    def refuse(problem: str, where: Any) -> NoReturn:
+        raise ValueError(f"{path}, line {where.start_mark.line + 1}: {problem}")
 
     try:
-        _check_events(path, yaml.parse(text, Loader=yaml.BaseLoader))
-        node = yaml.compose(text, Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
+        top = yaml.load(text, Loader)
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path}: not YAML: {error}") from error
-    top = _entries(node, line)
-    if unknown := [key for key in top if key not in ("members", "power")]:
-        raise ValueError(f"{line(top[unknown[0]])}: {unknown[0]!r:.100}: expected members, a list of datasets")
-    listed = top.pop("members", None)
-    if not isinstance(listed, yaml.SequenceNode) or not listed.value:
+    listed = top.get("members") if isinstance(top, dict) else None
+    if not isinstance(listed, list) or not listed or not all(isinstance(member, dict) for member in listed):
         raise ValueError(f"{path}: expected members, a list of datasets, each with its root")
-    for item in listed.value:
-        values = {}
-        for key, value in {**top, **_entries(item, line)}.items():
-            is_null = isinstance(value, yaml.ScalarNode) and value.style is None and value.value in ("", "~", "null")
-            values[key] = None if is_null else yaml.BaseLoader("").construct_document(value)
-            if key != "root":
-                _member("", {key: values[key]}, line(value))  # an error names the key's line
-        yield line(item), values
-
-
-def _check_events(path: str, events: Any) -> None:
-    """Refuse references and deep nesting, which make a small file large in memory."""
-    depth = 0
-    for event in events:
-        event_type = type(event).__name__
-        depth += event_type.endswith("StartEvent") - event_type.endswith("EndEvent")
-        if event_type == "AliasEvent" or depth > MAX_DEPTH + 2:
-            problem = "a reference (*name)" if event_type == "AliasEvent" else "lists within lists"
-            raise ValueError(f"{path}, line {event.start_mark.line + 1}: {problem}, which no mixture needs")
-
-
-def _entries(node: Any, line: Any) -> dict[str, Any]:
-    """Return the value nodes of a mapping by key."""
-    if node is None or type(node).__name__ != "MappingNode":
-        raise ValueError(f"{'empty file' if node is None else line(node)}: expected keys with values")
-    entries: dict[str, Any] = {}
-    for key, value in node.value:
-        name = str(key.value)
-        if name in entries:
-            raise ValueError(f"{line(key)}: {name!r:.100} is given twice")
-        entries[name] = value
-    return entries
+    if unknown := sorted(top.keys() - {"members", "power"}):
+        raise ValueError(f"{path}: {unknown[0]!r:.100}: expected members, a list of datasets, and power")
+    defaults = {key: value for key, value in top.items() if key == "power"}
+    for number, member in enumerate(listed, start=1):
+        values = {**defaults, **member}
+        label = f"{path}, member {number} (root {member.get('root')!r:.100})"
+        yield label, {key: None if value in ("", "~", "null") else value for key, value in values.items()}
