@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,56 +47,78 @@ Mode = Literal["auto", "exact", "stored", "lerobot"]
 CONSTANT_RANGE = 0.01
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What a robot's policy needs of its datasets' stored statistics, and how well these describe the rows."""
+
+    robot: Robot
+    rows: Rows  # of the robot's datasets
+    vectors: Needed  # statistics to compute for "exact"
+    missing: Names
+    misdescribed: str  # features, with commas
+    lines: list[str]  # of the plan
+
+    @property
+    def reason(self) -> str:
+        """Say why "auto" is "exact"; "" if the stored statistics suffice."""
+        if self.misdescribed:
+            return (
+                f"those stored do not describe {self.misdescribed} (LeRobot averages the episodes' quantiles); "
+                "--dataset.statistics=stored trains with them"
+            )
+        if self.missing:
+            return f"meta/stats.json lacks {_format_names(self.missing)}"
+        if len(self.rows.metas) > 1 and any(name.startswith("q") for names in self.vectors.values() for name in names):
+            return "quantiles of several datasets cannot be joined from their own"
+        return ""
+
+
 def with_statistics(config: Config, rows: Rows, robots: Sequence[Robot]) -> tuple[Config, tuple[Robot, ...]]:
     """Decide --dataset.statistics=auto, with one result for all robots.
 
     Robots get their statistics, or the names of the statistics to compute (`missing_stats`).
     """
-    pairs = [(rows.select_datasets(robot.datasets), robot) for robot in robots]
-    results = [_decide_robot(config, *pair) for pair in pairs]
-    modes = [mode for _, mode in results]
-    mode: Mode = "exact" if "exact" in modes else modes[0]
-    config = decided(config, {"dataset.statistics": mode})
-    return config, tuple(
-        result if robot_mode == mode else _decide_robot(config, *pair)[0]
-        for (result, robot_mode), pair in zip(results, pairs, strict=True)
-    )
+    surveys = [_survey(config.dataset, rows.select_datasets(robot.datasets), robot) for robot in robots]
+    mode: Mode = config.dataset.statistics
+    if mode == "auto":
+        mode = "exact" if any(survey.reason for survey in surveys) else "stored"
+    robots = tuple(_decide_robot(config, mode, survey) for survey in surveys)
+    return decided(config, {"dataset.statistics": mode}), robots
 
 
-def _decide_robot(config: Config, rows: Rows, robot: Robot) -> tuple[Robot, Mode]:
-    d, metas = config.dataset, rows.metas
-    needed = needed_stats(d, rows, robot)
-    relative = relative_actions(robot.config)
-    missing = missing_stats(metas, needed, () if relative is None else ("action",))
+def _survey(d: DatasetOptions, rows: Rows, robot: Robot) -> Survey:
+    needed, relative = needed_stats(d, rows, robot), relative_actions(robot.config)
+    missing = missing_stats(rows.metas, needed, () if relative is None else (ACTION,))
     if relative is not None and ACTION in missing:
-        for number, meta in enumerate(metas):
+        for number, meta in enumerate(rows.metas):
             episodes = known_episodes(meta) if d.statistics == "lerobot" else rows.train_episodes[number]
             check_relative(meta, replace(relative, step=rows.window_step(number)), episodes)
-    vectors = needed_of_vectors(metas[0].features, needed)
+    vectors = needed_of_vectors(rows.metas[0].features, needed)
     computed_anew = set(vectors) if d.statistics == "exact" else set() if relative is None else {ACTION}
-    for meta in metas:
+    for meta in rows.metas:
         check_stats(meta, {key: names for key, names in needed.items() if key not in computed_anew})
     lines, misdescribed = _compare(d, rows, vectors, relative)
-    mode: Mode = d.statistics
-    if mode == "auto":
-        quantiles = any(name.startswith("q") for names in vectors.values() for name in names)
-        computed = missing.keys() & vectors or misdescribed or quantiles and len(metas) > 1
-        mode = "exact" if computed else "stored"
+    return Survey(robot, rows, vectors, missing, misdescribed, lines)
+
+
+def _decide_robot(config: Config, mode: Mode, survey: Survey) -> Robot:
+    d, robot, metas, missing = config.dataset, survey.robot, survey.rows.metas, survey.missing
     if mode == "stored" and missing:
         raise ValueError(
             "--dataset.statistics=stored, and what the policy is normalised by is not in meta/stats.json of the dataset"
             f"{'s' * (len(metas) > 1)} {', '.join(meta.root for meta in metas)}: {_format_names(missing)}; leave the "
             "flag out"
         )
-    if not (missing or misdescribed or d.mixed_ranges):
+    if not (missing or survey.misdescribed or d.mixed_ranges):
         check_ranges(metas, robot.match.keys)
-    lines = [_describe_choice(d, mode, vectors, missing, misdescribed, len(metas)), *lines]
+    line = _describe_choice(d, mode, survey)
     if mode == "exact":
-        missing = vectors
+        missing = dict(survey.vectors)
     stats: Stats = {}
     if not missing:
-        stats = normalisation_stats(replace(d, statistics=mode), robot, metas, joint_stats(config, rows, robot, metas))
-    return replace(robot, stats=stats, missing_stats=missing, statistics=tuple(lines)), mode
+        joint = joint_stats(config, survey.rows, robot, metas)
+        stats = normalisation_stats(replace(d, statistics=mode), robot, metas, joint)
+    return replace(robot, stats=stats, missing_stats=missing, statistics=(line, *survey.lines))
 
 
 def with_placeholders(robot: Robot, metas: Sequence[DatasetMetadata]) -> Robot:
@@ -113,11 +135,8 @@ def with_placeholders(robot: Robot, metas: Sequence[DatasetMetadata]) -> Robot:
     return replace(robot, stats=stats)
 
 
-def _compare(
-    d: DatasetOptions, rows: Rows, vectors: Needed, relative: RelativeActions | None
-) -> tuple[list[str], list[str]]:
+def _compare(d: DatasetOptions, rows: Rows, vectors: Needed, relative: RelativeActions | None) -> tuple[list[str], str]:
     """Compare stored statistics with a sample of rows; return lines for the plan, and features that do not fit."""
-    normalisers = {"std"}.union(*RANGES)
     lines, misdescribed = [], []
     for meta, chosen in zip(rows.metas, rows.train_episodes, strict=True):
         movement = movement_of(meta, d.skip_idle)
@@ -140,40 +159,24 @@ def _compare(
                 )
                 if shares.max() > LIMITS[low, high]:
                     misdescribed.append(key)
-            constant = _constant_dimensions(meta, key, sample[key])
-            if constant and names & normalisers:
-                ours = f"it is normalised by {CONSTANT_RANGE:.0%} of its value (at least of 1), where LeRobot would"
-                how = "LeRobot's statistics" if d.statistics == "lerobot" else ours
-                lines.append(f"{label}{key}: {constant} never changes there; {how} divide by 1e-8")
-    return lines, misdescribed
+    return lines, ", ".join(dict.fromkeys(misdescribed))
 
 
-def _describe_choice(
-    d: DatasetOptions, mode: Mode, vectors: Needed, missing: Needed, misdescribed: Sequence[str], datasets: int
-) -> str:
-    wrong = ", ".join(dict.fromkeys(misdescribed))
+def _describe_choice(d: DatasetOptions, mode: Mode, survey: Survey) -> str:
     if mode == "exact":
-        if not vectors:
+        if not survey.vectors:
             return "not needed: the policy normalises neither state nor actions"
-        text = "computed before training, over all frames of the training episodes"
-        text += " that --dataset.skip_idle leaves" * (d.skip_idle is not None)
-        if d.statistics == "exact":
-            return text
-        if misdescribed:
-            return (
-                f"{text}: those stored do not describe {wrong} (LeRobot averages the episodes' quantiles); "
-                "--dataset.statistics=stored trains with them"
-            )
-        if missing:
-            return f"{text}: meta/stats.json lacks {_format_names(missing)}"
-        return f"{text}: quantiles of several datasets cannot be joined from their own"
+        frames = "all frames of the training episodes" + " that --dataset.skip_idle leaves" * (d.skip_idle is not None)
+        reason = survey.reason if d.statistics == "auto" else ""
+        return f"computed before training, over {frames}{f': {reason}' if reason else ''}"
     text = "those in meta/stats.json"
     if mode == "lerobot":
         text += ", as LeRobot reads them"
-        if missing:
-            text += "; to be computed as LeRobot does, averaging the episodes' quantiles: " + _format_names(missing)
-    if misdescribed:
-        text += f"; WARNING: they do not describe {wrong}: train with --dataset.statistics=exact"
+        if survey.missing:
+            names = _format_names(survey.missing)
+            text += f"; to be computed as LeRobot does, averaging the episodes' quantiles: {names}"
+    if survey.misdescribed:
+        text += f"; WARNING: they do not describe {survey.misdescribed}: train with --dataset.statistics=exact"
     return text
 
 
@@ -199,12 +202,6 @@ def _entry_names(meta: DatasetMetadata, key: str, width: int) -> list[str]:
     """Return the names of a feature's entries, also for features of more than one dimension."""
     names = dimension_names(meta, key)
     return names if len(names) == width else [f"{key}[{i}]" for i in range(width)]
-
-
-def _constant_dimensions(meta: DatasetMetadata, key: str, values: np.ndarray) -> str:
-    is_constant = np.ptp(values, axis=0) == 0
-    names = [name for name, flag in zip(dimension_names(meta, key), is_constant, strict=False) if flag]
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def needed_of_vectors(features: Mapping[str, Feature], needed: Needed) -> dict[str, set[str]]:
