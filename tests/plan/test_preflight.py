@@ -118,16 +118,6 @@ def no_dataset(setting, folder):
     return flags(setting, output_dir=folder, **{"dataset.root": folder})
 
 
-def a_hole(setting, folder):
-    """Without the file of the second camera video, and half of the first."""
-    root = shutil.copytree(setting[1], folder.parent / "holes")
-    first, second = load_metadata(root).video_files["observation.images.top"][:2]
-    os.truncate(root / first, (root / first).stat().st_size // 2)
-    (root / second).unlink()
-    more = {"dataset.root": root, "dataset.camera_keys": "observation.images.top"}
-    return flags(setting, output_dir=folder, **more)
-
-
 def lance(setting, folder):
     root = shutil.copytree(setting[1], folder.parent / "lance")
     edit_json(root / "meta/info.json", lambda info: info.update(storage_format="lance"))
@@ -140,7 +130,6 @@ CASES = {
     unwritable: "is a file; choose another folder",
     a_camera: "'observation.images.topp', but observation.images.top; did you mean observation.images.top?",
     no_dataset: "no such folder",
-    a_hole: "--dataset.exclude_episodes=",
     lance: "Lance",
 }
 RUNS = """
@@ -376,14 +365,6 @@ def test_demo_reuses_its_output_folder(setting, tmp_path, monkeypatch):
 def test_prompts_over_tokenizer_max_length_are_refused(setting):
     with pytest.raises(ValueError, match=r"--policy.tokenizer_max_length=\d+: the tokenizer saved in .* of up to \d+"):
         run_of(setting, **{"policy.tokenizer_max_length": 8})
-
-
-def test_plan_reports_chunks_longer_than_episodes(setting):
-    """8 actions a chunk, episodes of 12, 7, 15, 1, 10 and 9 frames."""
-    lengths = (12, 7, 15, 1, 10, 9)
-    padded = sum(at + step >= length for length in lengths for at in range(length) for step in range(8))
-    share = f"{padded / (8 * sum(lengths)):.0%}"
-    assert f"has 8 steps, and 2 of 6 episodes are shorter: {share} of the steps" in describe(run_of(setting))
 
 
 def test_plan_lists_features_that_are_not_read(setting, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +10,6 @@ from vla_finetuning.data.dataset_files import MissingFiles, find_missing_files
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.datasets import Datasets
 from vla_finetuning.plan.episodes import ChosenEpisodes, exclusion
-from vla_finetuning.plan.names import own_names
 
 # Most characters of a flag that a user would paste.
 _MAX_FLAG = 2_000
@@ -56,17 +54,8 @@ def check_files(config: Config, datasets: Datasets, chosen: ChosenEpisodes, came
 def _remedy(
     config: Config, datasets: Datasets, missing: Sequence[MissingFiles], episodes: Sequence[np.ndarray], share: float
 ) -> str:
-    metas = datasets.metas
     if any(files and len(files.episodes) == len(numbers) for files, numbers in zip(missing, episodes, strict=True)):
-        intact = [key for key in metas[0].camera_keys if not any(key in files.cameras for files in missing)]
-        data = any(
-            path in meta.data_files for meta, files in zip(metas, missing, strict=True) for path in files.problems
-        )
-        if data or not intact:
-            return "use another dataset: every episode needs such files"
-        names = own_names(metas[0])
-        cameras = shlex.quote(",".join(names.get(key, key) for key in intact))
-        return f"choose cameras whose files are there: --dataset.camera_keys={cameras}"
+        return "choose cameras whose files are there (--dataset.camera_keys): every episode needs such files"
     incomplete = {number: files.episodes.tolist() for number, files in enumerate(missing) if files}
     flag = exclusion(config, datasets.members, incomplete)
     if len(flag) > _MAX_FLAG:

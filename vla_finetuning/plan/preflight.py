@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vla_finetuning.buckets.mirror import address
 from vla_finetuning.options.fields import decided
 from vla_finetuning.options.job import JobOptions
-from vla_finetuning.options.mixture import robots
 from vla_finetuning.options.programs import Config, ValueConfig
 from vla_finetuning.plan.datasets import Datasets, find_datasets
-from vla_finetuning.plan.episodes import select
-from vla_finetuning.plan.missing_files import check_files
-from vla_finetuning.plan.names import chosen_cameras, own_names
+from vla_finetuning.plan.episodes import choose
 from vla_finetuning.plan.paths import with_absolute_paths
 from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.run.exported import result_of, result_problem
@@ -47,13 +44,7 @@ def examine(config: JobOptions) -> Examined:
     if not isinstance(config, Config):
         return Examined(config)
     config, datasets = find_datasets(config)
-    # --dataset.skip_idle reads data files, which takes longer.
-    chosen = select(replace(config, dataset=replace(config.dataset, skip_idle=None)), datasets)
-    # Only the policy tells which other cameras are read.
-    meta, keys = datasets.metas[0], datasets.members[0].camera_keys
-    certain = chosen_cameras(meta, keys) if keys else list(own_names(meta))
-    cameras = [] if len(robots(datasets.members)) > 1 else certain
-    check_files(config, datasets, chosen, cameras)
+    choose(config, datasets)
     return Examined(config, datasets)
 
 
