@@ -56,8 +56,8 @@ def test_unknown_dimension_map_names_are_refused(setting):
     second = make_dataset(folder / "other", episodes=(4, 5), seed=1)
     two = {"dataset.root": f"{root},{second}"}
     for dimension_map, message in (
-        ({"action": {"elbow": "motor_0"}}, '"elbow": "motor_0" for .action.: the dimensions of later datasets are'),
-        ({"action": {"motor_0": "motor_7"}}, "dimensions of the first dataset are motor_0"),
+        ({"action": {"elbow": "motor_0"}}, "'elbow' for 'action': the dimensions of the datasets are motor_0"),
+        ({"action": {"motor_0": "motor_7"}}, "'motor_7' for 'action': .*did you mean motor_"),
     ):
         with pytest.raises(ValueError, match=message):
             resolved(setting, **two, **{"dataset.dimension_map": json.dumps(dimension_map)})

@@ -99,24 +99,17 @@ def unify_order(
 
 def check_dimension_map(robots: Sequence[Sequence[DatasetMetadata]], names: Mapping[str, Mapping[str, str]]) -> None:
     """Refuse unknown names of dimensions in --dataset.dimension_map; `robots` has the datasets of each robot."""
-    pairs = [(first, other) for first, *rest in robots for other in rest]
-    if not pairs:
+    metas = [meta for group in robots if len(group) > 1 for meta in group]
+    if not metas:
         raise ValueError("--dataset.dimension_map: it is of a robot's second dataset and those after it: leave it out")
     for key, renamed in names.items():
-        reference = {name for first, _ in pairs for name in _dimensions_of(first, key)}
-        stored = {name for _, other in pairs for name in _dimensions_of(other, key)}
-        for other, name in renamed.items():
-            for dimension, valid, owner in ((other, stored, "later datasets"), (name, reference, "the first dataset")):
-                if valid and dimension not in valid:
-                    raise ValueError(
-                        f'--dataset.dimension_map has "{other}": "{name}" for {key!r}: the dimensions of {owner} are '
-                        f"{', '.join(sorted(valid))}{did_you_mean(dimension, sorted(valid))}"
-                    )
-
-
-def _dimensions_of(meta: DatasetMetadata, key: str) -> list[str]:
-    feature = meta.features.get(key)
-    return _dimensions(feature) if feature is not None and len(feature.shape) == 1 else []
+        features = [meta.features[key] for meta in metas if key in meta.features]
+        valid = {name for feature in features if len(feature.shape) == 1 for name in _dimensions(feature)}
+        if valid and (unknown := sorted({*renamed, *renamed.values()} - valid)):
+            raise ValueError(
+                f"--dataset.dimension_map has {unknown[0]!r} for {key!r}: the dimensions of the datasets are "
+                f"{', '.join(sorted(valid))}{did_you_mean(unknown[0], sorted(valid))}"
+            )
 
 
 def reorder_by_names(meta: DatasetMetadata, names: Mapping[str, Sequence[str]]) -> DatasetMetadata:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata
 from vla_finetuning.options.mixture import Member, members, robots
@@ -19,19 +19,19 @@ TRAINED = (*VECTORS, "observation.environment_state")
 
 
 def look_at_mixture(config: Config) -> tuple[list[str], list[str]]:
-    """Tabulate the datasets of `--dataset.mixture`, and list what a run would refuse; both as lines."""
+    """Tabulate the datasets of `--dataset.mixture`, and list what a run would refuse of each robot; both as lines."""
     all_members = members(config.dataset.mixture)
     metas = load_datasets(config, all_members)
     texts = [describe_texts(meta) for meta in metas if meta.without_actions]
     entries = [(member, meta) for member, meta in zip(all_members, metas, strict=True) if not meta.without_actions]
     if not entries:
         raise ValueError("; ".join(texts))
-    mismatches = [
-        f"{meta.root}: {error}" for member, meta in entries if (error := _error(window_step, meta, member.fps))
-    ]
+    mismatches = []
     for robot in robots(tuple(member for member, _ in entries)):
-        group = [(member, meta) for member, meta in entries if robot in ("", member.robot)]
-        mismatches += [f"{f'robot {robot}: ' if robot else ''}{error}" for error in _mismatches(config, group)]
+        try:
+            _check_group(config, [(member, meta) for member, meta in entries if robot in ("", member.robot)])
+        except ValueError as error:
+            mismatches.append(f"{f'robot {robot}: ' if robot else ''}{error}")
     return [*_datasets(entries), "", *_cameras(entries), "", *_dimensions(entries), *texts], mismatches
 
 
@@ -91,32 +91,16 @@ def _dimensions(entries: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
     return aligned(lines) if lines else []
 
 
-def _mismatches(config: Config, group: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
-    """List the mismatches among the datasets of one robot."""
+def _check_group(config: Config, group: Sequence[tuple[Member, DatasetMetadata]]) -> None:
+    """Refuse datasets of one robot that do not match, as a run would."""
     all_members, metas = zip(*group, strict=True)
-    steps = [meta.fps // member.fps if member.fps and meta.fps % member.fps == 0 else 1 for member, meta in group]
-    errors = [_error(check_rates, metas, steps)]
-    try:
-        (robot_datasets,) = by_robot(Datasets(metas, all_members))
-        keys = [key for key in robot_datasets.features if key in (*robot_datasets.metas[0].camera_keys, *TRAINED)]
-        check_same_features(robot_datasets.metas, keys)
-        metas = unify_order(robot_datasets.metas, keys, config.dataset.dimension_map)
-    except ValueError as error:
-        return [*filter(None, errors), str(error)]
-    vectors = [key for key in keys if metas[0].features[key].dtype not in CAMERA_DTYPES]
-    widths = [
-        f"{_name(metas[0])} and {_name(meta)}: {key} has {metas[0].features[key].shape} and {meta.features[key].shape}"
-        for meta in metas[1:]
-        for key in vectors
-        if meta.features[key].shape != metas[0].features[key].shape
-    ]
-    return [*filter(None, errors), *(widths or filter(None, [_error(check_ranges, metas, vectors)]))]
-
-
-def _error(check: Callable[..., object], *arguments: object) -> str:
-    """Return the message of the ValueError that `check` raises; empty if none."""
-    try:
-        check(*arguments)
-    except ValueError as error:
-        return str(error)
-    return ""
+    check_rates(metas, [window_step(meta, member.fps) for member, meta in group])
+    (robot_datasets,) = by_robot(Datasets(metas, all_members))
+    keys = [key for key in robot_datasets.features if key in (*robot_datasets.metas[0].camera_keys, *TRAINED)]
+    check_same_features(robot_datasets.metas, keys)
+    metas = unify_order(robot_datasets.metas, keys, config.dataset.dimension_map)
+    for key in (key for key in keys if metas[0].features[key].dtype not in CAMERA_DTYPES):
+        shapes = {meta.features[key].shape: _name(meta) for meta in metas}
+        if len(shapes) > 1:
+            raise ValueError(", ".join(f"{name}: {key} has {shape}" for shape, name in shapes.items()))
+        check_ranges(metas, [key])
