@@ -576,7 +576,7 @@ def test_export_has_weights_or_average_of_last_checkpoint(results):
     "flags, message",
     [
         (["--scaling.strategy=hsdp", "--scaling.num_workers=6", "--scaling.shard_workers=4"], "give a divisor of 6"),
-        (["--scaling.strategy=fsdp2_reshard", "--scaling.num_workers=1,2"], "use a fixed number of workers"),
+        (["--scaling.strategy=fsdp2_reshard", "--scaling.num_workers=1,2"], "give --scaling.num_workers one number"),
     ],
 )
 def test_invalid_scaling_options_are_refused(flags, message):

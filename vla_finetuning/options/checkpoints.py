@@ -19,8 +19,9 @@ class CheckpointOptions:
     keep_checkpoints: int = option(2, "Number of newest checkpoints to keep.", min=1)
     keep_best: int = option(
         0,
-        "Number of best checkpoints to keep besides the newest: those with the most success in training, on average "
-        "since the checkpoint before.",
+        "Number of best checkpoints to keep besides the newest: those with the lowest held-out loss (training loss "
+        "without --eval_steps); of grpo.py those with the most success in training, on average since the checkpoint "
+        "before.",
         min=0,
     )
 
@@ -29,12 +30,6 @@ class CheckpointOptions:
 class LogOptions(CheckpointOptions):
     """Logs and checkpoints."""
 
-    keep_best: int = option(
-        0,
-        "Number of best checkpoints to keep besides the newest: those with the lowest held-out loss (training loss "
-        "without --eval_steps).",
-        min=0,
-    )
     log_freq: int = option(50, "Steps between two lines of metrics.jsonl.", min=1)
     eval_steps: int = option(
         0,
@@ -52,13 +47,10 @@ class LogOptions(CheckpointOptions):
 
     def describe_held_out(self, rows: int, held_out: int, tasks: int) -> list[str]:
         """Return the plan's lines on the held-out loss, which is measured on `rows` of the `held_out` rows."""
-        lines = [
+        return [
             f"Held out     the loss on {rows} of {held_out} held-out frames of {tasks} tasks, every {self.eval_steps} "
             "steps and at the end; each row with the same noise and flow time every time"
         ]
-        if rows < held_out:
-            lines.append("             evenly spaced in each task (lerobot-train takes each task's first frames)")
-        return lines
 
     @property
     def best_kept(self) -> int:

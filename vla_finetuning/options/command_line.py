@@ -48,8 +48,6 @@ DATA = ["dataset.root", "dataset.repo_id", "dataset.mixture", "dataset.revision"
 DATA += ["dataset.episodes", "dataset.exclude_episodes"]
 SOURCES = {"policy.path": POLICY, "policy.type": POLICY, "value.backbone": ["value.backbone_lr"]}
 SOURCES |= dict.fromkeys(DATA[:3], DATA)
-# Groups of options that only one program's runs have.
-OWN_GROUPS = {"recap": "vla.py", "grpo": "grpo.py", "value": "value.py"}
 # Flags that set two options.
 PAIRS = {"scaling.num_workers": "scaling.min_workers", "keep_best": "keep_best_by"}
 CONFIG_PATH = Option(
@@ -314,19 +312,18 @@ def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
     if not isinstance(saved, dict):
         raise ValueError(f"{path}: expected a JSON object; give a run's {CONFIG_NAME}")
     options = {option.path: option for option in options_of(config_type)}
-    for group in OWN_GROUPS.keys() & saved.keys():
-        if not any(name.startswith(f"{group}.") for name in options):
-            raise ValueError(f"{path} is of a run of {OWN_GROUPS[group]}: give the folder or file of another run")
-    if {"policy", "dataset", "wandb"} <= saved.keys():
-        raise ValueError(
-            f"{path} is of lerobot-train, whose --config_path goes on with its own runs; here --output_dir FOLDER "
-            "--resume goes on with a run, and --policy.path FOLDER/pretrained_model starts one from its policy"
-        )
     for name, value in leaves(saved, options.keys()):
         if name not in options:
             if value is None:  # an option of an earlier version, without a value
                 continue
-            remedy = did_you_mean(name, list(options)) or "; delete its line if an earlier version wrote it"
+            group = name.rpartition(".")[0]
+            similar = (
+                did_you_mean(name, list(options)) if group in {path.rpartition(".")[0] for path in options} else ""
+            )
+            remedy = similar or (
+                "; delete its line if an earlier version wrote it, or give the file of a run of this program "
+                "(lerobot-train's runs go on there; --policy.path FOLDER/pretrained_model starts from their policy)"
+            )
             raise ValueError(f"{path}: {name} is no option{remedy}")
         if name not in PER_START:
             try:

@@ -9,12 +9,6 @@ from typing import Any, Literal
 from vla_finetuning.options.fields import option
 
 Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard", "hsdp"]
-# Reasons by the strategies that need a fixed number of workers.
-FIXED_WORKERS = {
-    "fsdp2_reshard": "workers gather parameters together in every micro-batch, so none may have more of those than "
-    "another",
-    "hsdp": "every node needs the same number of workers, which a varying number does not guarantee",
-}
 
 
 @dataclass
@@ -29,7 +23,16 @@ class WorkerOptions:
         min=1,
     )
     min_workers: int | None = option(
-        None, "Minimum number of workers; --scaling.num_workers 2,8 sets it.", flag=None, min=1
+        None,
+        "Minimum number of workers; --scaling.num_workers 2,8 sets it.",
+        flag=None,
+        min=1,
+        conflicts={
+            "scaling.strategy=fsdp2_reshard": "workers gather parameters together in every micro-batch, so none may "
+            "have more of those than another; give --scaling.num_workers one number, or --scaling.strategy=fsdp2",
+            "scaling.strategy=hsdp": "every node needs the same number of workers, which a varying number does not "
+            "guarantee; give --scaling.num_workers one number, or --scaling.strategy=fsdp2",
+        },
     )
     use_gpu: bool | None = option(
         None, "Train on GPUs. Default: if there are any; required when a machine without GPUs joins a cluster."
@@ -71,11 +74,6 @@ class WorkerOptions:
                 raise ValueError(
                     f"{flag}: too many different numbers of workers to share data evenly among any of them; choose a "
                     "narrower range"
-                )
-            if why := FIXED_WORKERS.get(self.strategy):
-                raise ValueError(
-                    f"--scaling.strategy={self.strategy} {flag}: {why}; use a fixed number of workers, or "
-                    "--scaling.strategy=fsdp2"
                 )
         if self.strategy == "hsdp" and self.shard_workers is not None and most % self.shard_workers:
             raise ValueError(
