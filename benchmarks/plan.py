@@ -37,7 +37,7 @@ from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.files import write_json
-from vla_finetuning.plan.shuffle_quality import episodes_in_a_batch
+from vla_finetuning.plan.describe import episodes_in_a_batch
 
 INSTRUCTIONS = 10_000
 # Episodes of a file within LeRobot's limits: data of 100 MB, videos of 200 MB, metadata with statistics of 100 MB.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vla_finetuning.data.plan import Episodes, StreamPlan
-from vla_finetuning.plan.shuffle_quality import episodes_in_a_batch
+from vla_finetuning.plan.describe import episodes_in_a_batch
 
 
 @pytest.mark.parametrize("weights", [None, [3, 1]], ids=["together", "mixture"])

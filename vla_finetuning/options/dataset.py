@@ -239,15 +239,13 @@ class DatasetOptions:
             if size > gb * 1e9:
                 text = f"of {size / 1e9:.1f} GB of frames, VLA_CACHE_GB={gb:g}"
             return [f"             {text} are cached in {folder}, {nodes}"]
-        if not size:
-            return ["             frames are not cached (--dataset.frame_cache=auto): there is no camera"]
-        if not read_again:
-            return ["             frames are not cached (--dataset.frame_cache=auto): the run reads each frame once"]
-        return [
-            f"             decoded in every epoch: {size / 1e9:.1f} GB of frames are more than VLA_CACHE_GB={gb:g} "
-            f"or the free space of {FRAMES_DIR}, or that folder is in memory "
-            "(--dataset.frame_cache=DIR keeps what fits)"
-        ]
+        why = "the run reads each frame once"
+        if read_again:
+            why = (
+                f"{size / 1e9:.1f} GB are more than VLA_CACHE_GB={gb:g} or the free space of {FRAMES_DIR}, or that "
+                "folder is in memory; --dataset.frame_cache=DIR keeps what fits"
+            )
+        return [f"             frames are not cached: {why}"]
 
     @property
     def roots(self) -> list[str]:
@@ -256,21 +254,10 @@ class DatasetOptions:
         return list(self.mixture or ()) or [root for root in listed if root]
 
 
-def describe_image_size(size: Sequence[int] | None, row_bytes: int, stored_bytes: int | None) -> list[str]:
-    """Return the plan's lines on the size of frames.
-
-    Args:
-        size: height and width in pixels; None for frames as stored.
-        row_bytes: bytes of a row with resized frames.
-        stored_bytes: bytes of a row with frames as stored; None if unknown.
-    """
+def describe_image_size(size: Sequence[int] | None, row_bytes: int) -> list[str]:
+    """Return the plan's line on the size of frames: height and width in pixels, None for frames as stored."""
     if size is None:
         return ["Images       as stored, bit for bit as LeRobot reads them"]
-    smaller = f"; rows of {row_bytes / 1e6:.2f} MB"
-    if stored_bytes:
-        smaller += f" instead of {stored_bytes / 1e6:.2f}"
     return [
-        f"Images       fitted into {'x'.join(map(str, size))} where they are decoded{smaller}",
-        "             what the policy would do itself, within one level of uint8 (--dataset.image_size=stored leaves "
-        "it to the policy)",
+        f"Images       fitted into {'x'.join(map(str, size))} where they are decoded; rows of {row_bytes / 1e6:.2f} MB"
     ]

@@ -151,9 +151,7 @@ class TrainOptions(StepOptions):
         if self.augmentation == "openpi":
             only = f"; only the colours of {', '.join(wrist)}" if wrist else "; no camera has 'wrist' in its name"
             return [f"Augmented    as in openpi: crop, turn, brightness, contrast, saturation{only}; {draw}"]
-        return [
-            "             not augmented, as in lerobot-train (--dataset.image_transforms.enable, --train.augmentation)"
-        ]
+        return []
 
 
 @dataclass

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from lerobot_datasource import SEGMENT_ROWS
 from vla_finetuning.buckets.mirror import address
 from vla_finetuning.data.disk_cache import describe_numbers
+from vla_finetuning.data.shards import Plan
 from vla_finetuning.options.dataset import describe_image_size
 from vla_finetuning.options.environment import describe_trial
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
@@ -14,7 +18,6 @@ from vla_finetuning.plan.mixture_look import tabulate
 from vla_finetuning.plan.names import own_names
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.rows import Rows
-from vla_finetuning.plan.shuffle_quality import describe_shuffling
 from vla_finetuning.plan.statistics import absolute_dimensions, relative_actions
 from vla_finetuning.policies.augment import WRIST
 from vla_finetuning.policies.family import MAX_DELAY
@@ -23,6 +26,9 @@ from vla_finetuning.policies.registry import describe_unproven
 from vla_finetuning.policies.remote_code import code_source
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.terminal import escaped
+
+# Number of batches over which episodes are counted.
+BATCHES = 32
 
 
 def describe(run: Run) -> str:
@@ -36,7 +42,7 @@ def describe(run: Run) -> str:
         *_policy(config, policy),
         *_features(run),
         *(f"Note         {note}" for note in run.notes),
-        *describe_image_size(rows.image_size, rows.rates["decoded_bytes_per_s"], rows.stored_bytes),
+        *describe_image_size(rows.image_size, rows.rates["decoded_bytes_per_s"]),
         *config.train.describe_augmentation(
             config.dataset.image_transforms, [key for key in policy.config.image_features if WRIST in key]
         ),
@@ -49,7 +55,7 @@ def describe(run: Run) -> str:
         describe_numbers(),
         *_steps(config, job.steps, rows),
         *_indented("Learning", policy.recipe.describe(job.steps)),
-        *describe_shuffling(config, rows),
+        *_shuffling(config, rows),
         *([] if rows.weights is None else describe_weights(rows.weights)),
         *([] if positive is None else config.recap.describe(positive)),
         *config.ema.describe(),
@@ -136,8 +142,6 @@ def _features(run: Run) -> list[str]:
         f"             rows have {len(run.rows.camera_keys)} cameras and {widest} dimensions of action; cameras that a",
         f"             row lacks are masked, and its loss is over {dimensions} (--train.pad_loss)",
     ]
-    if run.config.dataset.robot_in_prompt:
-        lines.append("             instructions begin with the robot's name (--dataset.robot_in_prompt)")
     return lines
 
 
@@ -173,12 +177,12 @@ def _policy(config: Config, policy: PolicySpec) -> list[str]:
 
 
 def _steps(config: Config, steps: int, rows: Rows) -> list[str]:
-    batch, equal_epochs = config.global_batch_size, not rows.epoch_ends
-    lines = config.describe_steps(config.scaling, steps, rows.per_epoch, config.log_freq, equal_epochs)
+    lines = config.describe_steps(config.scaling, steps, rows.per_epoch, config.log_freq, not rows.epoch_ends)
     if config.is_rehearsal:
+        minutes = steps * config.global_batch_size / REHEARSAL_ROWS_PER_S / 60
         lines.append(
-            f"             about {steps * batch / REHEARSAL_ROWS_PER_S / 60:.0f} minutes at the {REHEARSAL_ROWS_PER_S} "
-            "rows/s of 2 CPUs and a 480x640 camera; each line says what is left"
+            f"             about {minutes:.0f} minutes at the {REHEARSAL_ROWS_PER_S} rows/s of 2 CPUs and a 480x640 "
+            "camera; each line says what is left"
         )
     chunk, short, episodes, share = rows.padding()
     if short:
@@ -186,12 +190,30 @@ def _steps(config: Config, steps: int, rows: Rows) -> list[str]:
             f"             an action chunk has {chunk} steps, and {short} of {episodes} episodes are shorter: "
             f"{share:.0%} of the steps of all chunks are padding"
         )
-    meeting, last = "", rows.per_epoch % batch
-    if last:
-        meeting = f": the last {last} rows of one are in a step with the first rows of the next"
-    if not equal_epochs:
-        meeting = "; their lengths differ, as an episode of weight 0.5 is in every other epoch"
-    return [*lines, f"             epochs follow each other without a gap{meeting}"]
+    return lines
+
+
+def _shuffling(config: Config, rows: Rows) -> list[str]:
+    """Return the plan's lines about shuffling: windows, segments, and the episodes of a global batch."""
+    source, options = rows.source(), config.dataset
+    plan = source.plan
+    episodes = episodes_in_a_batch(plan, config.global_batch_size)
+    is_limited = plan.window_rows <= options.shuffle_window - SEGMENT_ROWS
+    return [
+        f"Shuffling    windows of {plan.window_rows} rows"
+        + (f" ({options.shuffle_window} requested; limited by memory)" if is_limited else "")
+        + f", {plan.window_rows * source.row_bytes() / 2**20:.0f} MiB; segments of at most {plan.segment_rows}",
+        f"             a global batch has rows of about {episodes:.1f} episodes",
+    ]
+
+
+def episodes_in_a_batch(plan: Plan, batch_rows: int) -> float:
+    """Return the mean number of episodes in a batch of consecutive rows, over the first batches of an epoch."""
+    batches = max(1, min(BATCHES, plan.rows_per_epoch // batch_rows))
+    episodes = plan.episodes
+    numbers = episodes.dataset_index * (episodes.episode_index.max() + 1) + episodes.episode_index
+    row_episode = [numbers[s.episode[s.rows()[0]]] for s in plan.slices(0, batches * batch_rows)]
+    return float(np.mean([len(np.unique(batch)) for batch in np.concatenate(row_episode).reshape(batches, -1)]))
 
 
 def _held_out(config: Config, rows: Rows) -> list[str]:
@@ -209,12 +231,8 @@ def _flops(policy: PolicySpec) -> str:
     if not policy.flops_by_prompt:
         return ""
     (short, least), (long, most) = min(policy.flops_by_prompt.items()), max(policy.flops_by_prompt.items())
-    if short == long:
-        return f", {most / 1e9:,.1f} GFLOP per sample and step"
-    return (
-        f", {least / 1e9:,.1f} to {most / 1e9:,.1f} GFLOP per sample and step (prompts of {short} to {long} "
-        "tokens, by the longest of a micro-batch)"
-    )
+    lengths = "" if short == long else f" (prompts of {short} to {long} tokens, by the longest of a micro-batch)"
+    return f", {least / 1e9:,.1f} to {most / 1e9:,.1f} GFLOP per sample and step{lengths}"
 
 
 def _size(shape: tuple[int, ...] | None) -> str:

@@ -170,9 +170,6 @@ def _split(
             f"{len(train)} training episodes has {meta.episode_length[train].max()}: nothing is left; lower "
             "--dataset.drop_n_last_frames"
         )
-    if not long_enough.all():
-        shorter = len(train) - long_enough.sum()
-        notes = [*notes, f"{meta.root}: {shorter} episodes have no more than the {dropped} untrained last frames"]
     train = train[long_enough]
     trained = np.zeros(meta.num_episodes, bool)
     trained[train] = True

@@ -24,15 +24,12 @@ def with_image_size(
     features: Features,
     policy_config: PreTrainedConfig,
     row_bytes: Callable[[Features], int],
-) -> tuple[Config, Features, int | None]:
+) -> tuple[Config, Features]:
     """Decide --dataset.image_size=auto.
 
     Frames are resized to the policy's size if datasets have different sizes, or if that at least halves `row_bytes`,
     the bytes of a decoded row. LeRobot's image transforms need stored frames: LeRobot resizes after them.
-
-    Returns:
-        The options and the features with the size; the bytes of a row with stored frames, None if frames are not
-        resized or sizes differ among datasets.
+    Return the options and the features with the size.
     """
 
     def sized(image_size: list[int] | None) -> tuple[Config, Features]:
@@ -41,19 +38,16 @@ def with_image_size(
     requested, stored = config.dataset.image_size, sized(None)
     size = _policy_size(policy_config)[0] if requested == "auto" else requested
     if not isinstance(size, list):
-        return *stored, None
+        return stored
     fitted = sized(size)
     sizes = [
         {frame_spec(meta.features[key], None)[0] for meta in metas if key in meta.features}
         for key in features.camera_keys or ()
     ]
     if any(len(camera_sizes) > 1 for camera_sizes in sizes):
-        return *fitted, None
-    stored_bytes = row_bytes(stored[1])
-    keeps_size = config.dataset.image_transforms.enable or stored_bytes < 2 * row_bytes(fitted[1])
-    if requested == "auto" and keeps_size:
-        return *stored, None
-    return *fitted, stored_bytes
+        return fitted
+    keeps_size = config.dataset.image_transforms.enable or row_bytes(stored[1]) < 2 * row_bytes(fitted[1])
+    return stored if requested == "auto" and keeps_size else fitted
 
 
 def check_images(config: Config, policy_config: PreTrainedConfig) -> None:

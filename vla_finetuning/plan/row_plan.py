@@ -60,7 +60,7 @@ def plan_rows(
         reading = Reading(on_error=config.dataset.on_error, check_files=False)
         return LeRobotDatasource(metas, selection, features, order, reading).row_bytes()
 
-    config, features, stored_bytes = with_image_size(config, metas, features, matched.config, row_bytes)
+    config, features = with_image_size(config, metas, features, matched.config, row_bytes)
     size = row_bytes(features)
     block_rows = _rows_per_block(config, size)
     config = _with_shard_rows(config, block_rows)
@@ -112,7 +112,6 @@ def plan_rows(
         dropped=dropped,
         identity=identity,
         rates={"frames_per_s": source.row_frames(), "decoded_bytes_per_s": source.row_bytes()},
-        stored_bytes=stored_bytes,
         cached_bytes=decoded_bytes,
         epoch_ends=() if d.episode_weights is None else tuple(epoch_ends(source.plan, stream[1])),
         weights=weights,

@@ -58,7 +58,6 @@ class Rows:
     dropped: int  # number of last frames of each training episode that are no rows
     identity: dict[str, Any]  # JSON that determines the stream of rows; a resumed run must have the same
     rates: dict[str, int]  # camera frames and decoded bytes per row, by the names of their rates in metrics.jsonl
-    stored_bytes: int | None = None  # bytes of a row without resizing; None if not resized or sizes differ
     cached_bytes: int = 0  # bytes of an epoch's decoded frames, for `reading.frame_cache`
     epoch_ends: tuple[int, ...] = ()  # ends of epochs in the stream; empty if all epochs have equal lengths
     weights: np.ndarray | None = None  # float32 (F,), of the dataset's frames in the loss
