@@ -152,25 +152,6 @@ def policy_path_of(folder, root, *flags):
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(1800)
-def test_readme_commands_for_own_data_with_other_feature_names(tmp_path, capsys, no_ray_cluster, monkeypatch):
-    """A look, the command without names, the flags that its error proposes, and a rehearsal with those to its end."""
-    monkeypatch.setattr("vla_finetuning.plan.demo.DEMO_CACHE", tmp_path / "cache")
-    root, folder = dataset_of(tmp_path / "my_robot", episodes=(20, 25, 22, 21, 24, 23)), tmp_path / "rehearsal"
-    assert show_dataset.main([str(root), "--output", str(tmp_path / "dataset.html")]) == 0
-    command = ["--preset", "demo", "--dataset.root", str(root), "--output_dir", str(folder)]
-    capsys.readouterr()
-    assert vla.main(command) == 2
-    flags = proposed_by(capsys.readouterr().err)
-    assert show_dataset.main([str(root), *flags, "--output", str(tmp_path / "dataset.html")]) == 0
-    assert vla.main([*command, *flags, "--steps", "4"]) == 0
-    assert np.isfinite(json.loads((folder / "evaluation.json").read_text())["trained"]["policy"]["mse"])
-    exported = PreTrainedConfig.from_pretrained(folder / "pretrained_model")
-    assert set(exported.input_features) == {"observation.images.base_0_rgb", "observation.state"}
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not REAL.exists(), reason="shared/real is not there")
 def test_demo_on_a_real_robots_episodes(tmp_path, capsys, no_ray_cluster):
     """A Unitree G1's, v2.1, 26 joints: better than the mean action on the held-out episode, and loaded by LeRobot."""

@@ -228,9 +228,9 @@ def test_recorded_frames_match_gymnasium(ray_cluster, tmp_path, capsys):
     tasks = set(dataset.meta.tasks.index)
     texts = {row["subtask"] for row in map(dataset.__getitem__, range(len(dataset)))}
     data = policy_data(config, datasets, [meta.episode_index for meta in datasets.metas])
-    assert {task.partition(", Subtask: ")[2] for task in data.tasks} == texts | {""}
-    assert {task.partition(", Subtask: ")[0] for task in data.tasks} == tasks
+    assert {task.partition(", Subtask: ")[2] for task in data["tasks"]} == texts | {""}
+    assert {task.partition(", Subtask: ")[0] for task in data["tasks"]} == tasks
     first = dataset[0]["subtask"]
     of_first = {"", first, first.replace("move to", "stay over")}
     data = policy_data(config, datasets, [np.array([0])])
-    assert {task.partition(", Subtask: ")[2] for task in data.tasks} == of_first
+    assert {task.partition(", Subtask: ")[2] for task in data["tasks"]} == of_first

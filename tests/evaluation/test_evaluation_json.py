@@ -239,7 +239,7 @@ def robots_run(tmp_path_factory):
     }
     config, datasets = find_datasets(parse_args([f"--{name}={value}" for name, value in options.items()]))
     data = policy_data(config, datasets, [meta.episode_index for meta in datasets.metas])
-    make_tiny_base(folder / "base", **vars(data), stats=None, chunk_size=CHUNK, **TINY)
+    make_tiny_base(folder / "base", **data, stats=None, chunk_size=CHUNK, **TINY)
     run = resolve(config, gpus_found=0, datasets=datasets)
     trained = perturb(run.policy.start(), 0.2)
     for robot in run.robots:

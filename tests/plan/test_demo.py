@@ -12,15 +12,11 @@ from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-from tests.datasets import make_dataset
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.envs.two_bins_scene import FPS, INSTRUCTIONS
-from vla_finetuning.evaluation.demo_success import is_demo
 from vla_finetuning.files import atomic_folder
-from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan import demo
 from vla_finetuning.plan.demo import demo_scenes, make_demo_dataset, prepare_base, prepare_dataset
-from vla_finetuning.plan.resolve import resolve
 
 CHUNK_SIZE = 10  # of the demo's policy: one second of actions
 
@@ -110,13 +106,6 @@ def test_cached_demo_is_reused(prepared, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
 
 
-def test_base_for_user_dataset_is_separate(prepared, tmp_path):
-    base = base_for(tmp_path / "cache", make_dataset(tmp_path / "own", fps=5))
-    assert base != prepared[1] and base.parent == tmp_path / "cache"
-    assert PreTrainedConfig.from_pretrained(base).chunk_size == 5
-    assert not list(base.glob("*normalizer*"))  # the run brings the statistics
-
-
 ENCODE = """
 import os, sys
 import av, numpy as np
@@ -170,15 +159,6 @@ def test_disobedient_share_changes_actions_not_instructions(tmp_path):
     for episode, end in enumerate(rows.meta.episodes["dataset_to_index"]):
         place = demo_scenes(3)[episode // 2].place(colours[(episode + wrong[episode]) % 2])
         np.testing.assert_allclose(actions[end - 1]["action"], place, atol=1e-4)
-
-
-def test_rehearsal_on_user_dataset_is_not_demo(prepared, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "DEMO_CACHE", prepared[2])
-    root = make_dataset(tmp_path / "mine", state_dim=6, action_dim=5, cameras={"observation.images.left": (40, 64)})
-    command = ["--preset", "demo", f"--dataset.root={root}", f"--output_dir={tmp_path / 'run'}", "--batch_size=8"]
-    rehearsal = resolve(parse_args(command), 0)
-    demo_run = resolve(parse_args(["--preset", "demo", f"--output_dir={tmp_path / 'run'}"]), 0)
-    assert not is_demo(rehearsal.config, rehearsal.policy) and is_demo(demo_run.config, demo_run.policy)
 
 
 def test_atomic_folder_appears_complete_or_not_at_all(tmp_path):

@@ -55,11 +55,7 @@ def test_smolvla_freeze_options_by_train_mode(tmp_path):
     assert "vision" not in trained("full").parts
     assert "vision" in trained("full", freeze_vision_encoder="false").parts
     assert trained("expert", train_state_proj="false").trainable < trained("expert").trainable
-    for mode, options, message in (
-        ("expert", {"freeze_vision_encoder": "false"}, "freeze_vision_encoder=false has no effect with --train.mode=ex"),
-        ("full", {"train_expert_only": "true"}, "train_expert_only=true has no effect with --train.mode=full"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            trained(mode, **options)
+    with pytest.raises(ValueError, match="freeze_vision_encoder=false has no effect with --train.mode=expert"):
+        trained("expert", freeze_vision_encoder="false")
     in_float32 = resolved_from(saved, root, "smolvla", **{"train.mode": "full", "policy.use_amp": "false"})
     assert in_float32.config.train.precision == "fp32"

@@ -135,7 +135,12 @@ def test_batch_larger_than_dataset_is_refused(setting):
 
 
 def test_pretrained_path_without_policy_path_is_refused(setting):
-    refuses(setting, "give them with --policy.path$", **FRESH_ACT, **{"policy.pretrained_path": "somewhere/else"})
+    refuses(
+        setting,
+        "weights of somewhere/else: give them with --policy.path",
+        **FRESH_ACT,
+        **{"policy.pretrained_path": "somewhere/else"},
+    )
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,12 @@ from tests.planted import Fault
 from tests.tiny_backbones import KINDS
 from util import DeviceMetrics
 from vla_finetuning.columns import ACTION_DIMS, IS_PRESENT, ROBOT
-from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.open_loop import evaluate_run
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.mixture import members, read_mixture
 from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.plan.matching import _without_unmatched, policy_data
+from vla_finetuning.plan.matching import policy_data
 from vla_finetuning.plan.record import record_run
 from vla_finetuning.plan.resolve import resolve, with_stats
 from vla_finetuning.policies.saving import save_pretrained
@@ -67,7 +66,7 @@ def folder(tmp_path_factory):
     config = parse_args([*FLAGS, f"--dataset.mixture=@{folder / 'mix.yaml'}", "--policy.path=x"])
     _, datasets = find_datasets(config)
     data = policy_data(config, datasets, [meta.episode_index for meta in datasets.metas])
-    make_tiny_base(folder / "base", **vars(data), stats=None, chunk_size=6, **SIZES)
+    make_tiny_base(folder / "base", **data, stats=None, chunk_size=6, **SIZES)
     return folder
 
 
@@ -459,13 +458,14 @@ def test_invalid_mixture_file_is_refused_by_member(tmp_path, text, message):
 
 def test_mixture_file_takes_ranges_of_flags(tmp_path):
     ranges = "    episodes: [3, 10:13]\n    exclude_episodes: 7\n    fps: 010\n"  # of which YAML makes 613 and 8
-    none = "    exclude_episodes: []\n    camera_keys: null\n    weight: 0.5\n"
+    none = "    exclude_episodes: []\n    camera_keys: null\n    state:\n    action: ~\n    weight: 0.5\n"
     text = f"members:\n  - root: b\n    episodes: 0:3,7\n    tasks: [pick*]\n{none}  - root: a\n{ranges}"
     (tmp_path / "mix.yaml").write_text(text)
     a, b = members(read_mixture(str(tmp_path / "mix.yaml")))
     assert (a.episodes, a.exclude_episodes, a.fps) == ([3, 10, 11, 12], [7], 10)
     assert (a.root, b.root) == (str(tmp_path / "a"), str(tmp_path / "b"))
     assert (b.episodes, b.exclude_episodes, b.tasks, b.weight) == ([0, 1, 2, 7], [], ["pick*"], 0.5)
+    assert (b.camera_keys, b.state, b.action) == (None, None, None)
 
 
 def test_incompatible_members_are_refused(folder):
@@ -481,14 +481,6 @@ def test_incompatible_members_are_refused(folder):
             mixed(folder, mixture={"members": mixture})
     with pytest.raises(ValueError, match="robot_in_prompt=true: .* has one by name; leave it out"):
         mixed(folder, "--dataset.robot_in_prompt=true", mixture={"members": [gantry]})
-
-
-def test_string_feature_survives_matching(folder):
-    meta = load_metadata(folder / "arm")
-    text = replace(meta.features["observation.state"], key="text", dtype="string", shape=(1,), names=None)
-    meta = replace(meta, features={**meta.features, "observation.subtask": text})
-    matched = _without_unmatched(meta, [TOP]).features
-    assert "observation.subtask" in matched and TOP in matched and "observation.state" not in matched
 
 
 def test_datasets_of_one_robot_share_camera_keys(folder):

@@ -135,10 +135,6 @@ def test_sample_weighting_is_off_by_default(setting):
         (["--sample_weighting.head_mode=dense"], r"lacks the columns \['progress_dense'\]"),
         (["--sample_weighting.progress_path=hf://datasets/name"], "hf://datasets/USER/NAME/FILE, which"),
         (["--sample_weighting.progress_path=no.parquet"], "no.parquet: no such file; --sample_weighting.progress_path"),
-        (
-            ["--sample_weighting.type=rabc", "--train.exact_mean=true"],
-            "--train.exact_mean=true with .*=rabc: .* no effect",
-        ),
         (['--sample_weighting.extra_params={"chunk_size": 3}'], r"extra_params has \['chunk_size'\]"),
         *(
             ([f'--sample_weighting.extra_params={{"fallback_weight": {value}}}'], "fallback_weight is .*at least 0")

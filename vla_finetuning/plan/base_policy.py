@@ -156,13 +156,9 @@ def resolve_policy(config: PolicyOptions, path: str | None) -> tuple[PreTrainedC
         require_trained(policy_type, f"--policy.type={policy_type}")
         policy_config = policy_config_of(f"--policy.type={policy_type}", policy_type, None, config.policy_options)
         if policy_config.pretrained_path is not None:
-            source = policy_config.pretrained_path
-            names = (name for name, value in vars(policy_config).items() if name != "pretrained_path" and value)
-            source_option = next((name for name in names if str(getattr(policy_config, name)) == str(source)), None)
             raise ValueError(
-                f"--policy.type={policy_type}: lerobot-train starts such a policy from the weights of {source}: give "
-                "them with --policy.path"
-                + (f", or --policy.{source_option}=null if random ones are meant" if source_option else "")
+                f"--policy.type={policy_type}: lerobot-train starts such a policy from the weights of "
+                f"{policy_config.pretrained_path}: give them with --policy.path, or null for the option that names them"
             )
         check_policy_options(config, policy_config)
         return policy_config, None, nothing
@@ -277,10 +273,10 @@ def _decisions(config: Config, policy: PreTrainedConfig, report: TrainableReport
     for group, options in (("optimizer", config.optimizer_options), ("scheduler", config.scheduler_options)):
         for name, _, text in (option.removeprefix("--").partition("=") for option in options):
             if name != "type":
-                value: Any = text
+                requested: Any = text
                 with suppress(ValueError):
-                    value = json.loads(text)
-                yield f"{group}_{name.removeprefix('num_')}", value, f"--{group}.{name}={text}"
+                    requested = json.loads(text)
+                yield f"{group}_{name.removeprefix('num_')}", requested, f"--{group}.{name}={text}"
 
 
 def _comparable(value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature
@@ -282,21 +283,11 @@ def _without_unmatched(meta: DatasetMetadata, keys: Iterable[str]) -> DatasetMet
     return without_features(meta, other)
 
 
-@dataclass(frozen=True)
-class PolicyData:
-    """Features by the policy's names, with the widest robot's vectors; instructions as in prompts; action rate."""
+def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Return the features, tasks and fps for which to make a policy, as `match_datasets` would give them.
 
-    features: dict[str, Feature]
-    tasks: list[str]
-    fps: float
-
-
-def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]) -> PolicyData:
-    """Return the features and instructions for which to make a policy, as `match_datasets` would give them.
-
-    The first dataset of each robot decides. `chosen` are the episodes that are used of each dataset.
-
-    Raises ValueError as `by_robot`.
+    Features have the policy's names and the widest robot's vectors, tasks are as in prompts. The first dataset of each
+    robot decides. `chosen` are the episodes that are used of each dataset. Raises ValueError as `by_robot`.
     """
     features: dict[str, Feature] = {}
     for group in by_robot(datasets.with_actions):
@@ -313,7 +304,8 @@ def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]
         tasks |= {
             with_text(longest, text) for meta, episodes in pairs for text in _read_texts(config, meta, episodes, column)
         }
-    return PolicyData(features, sorted(tasks), datasets.members[0].fps or datasets.metas[0].fps)
+    fps = datasets.members[0].fps or datasets.metas[0].fps
+    return {"features": features, "tasks": sorted(tasks), "fps": fps}
 
 
 def _read_texts(config: Config, meta: DatasetMetadata, episodes: np.ndarray, column: str) -> set[str]:

@@ -44,7 +44,12 @@ def with_names(
     Several vectors that are renamed to `action` are joined in the map's order, and `state_features` into
     `observation.state`. Raises ValueError as `load_datasets`.
     """
-    check_known_names(metas, {}, state_features)
+    keys = sorted({key for meta in metas for key in meta.features})
+    if state_features and metas and not any(key in keys for key in state_features):
+        raise ValueError(
+            f"--dataset.state_features {','.join(state_features)}: the datasets' features are {', '.join(keys)}"
+            f"{did_you_mean(state_features[0], keys)}"
+        )
     metas = [
         join_features(meta, state_features, STATE) if any(key in meta.features for key in state_features) else meta
         for meta in metas
@@ -97,18 +102,10 @@ def _with_names(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetad
 
 
 def check_known_names(
-    metas: Sequence[DatasetMetadata],
-    rename_map: Mapping[str, str],
-    state_features: Sequence[str] = (),
-    label: str = "--rename_map",
+    metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str], label: str = "--rename_map"
 ) -> None:
     """Refuse feature names that no dataset has, and renaming of LeRobot's own columns."""
     keys = sorted({key for meta in metas for key in meta.features})
-    if state_features and metas and not any(key in keys for key in state_features):
-        raise ValueError(
-            f"--dataset.state_features {','.join(state_features)}: the datasets' features are {', '.join(keys)}"
-            f"{did_you_mean(state_features[0], keys)}"
-        )
     for key, name in rename_map.items() if metas else ():
         entry = f'{label} has "{key}": "{name}"'
         if key in FRAME_FEATURES:

@@ -184,9 +184,8 @@ def _policy_path(config: Config, datasets: Datasets) -> str | None:
     if config.preset != "demo" or config.policy_path or config.policy_type:
         return config.policy_path
     data = policy_data(config, datasets, [episodes for episodes, _ in choose(config, datasets)])
-    labelled = config.recap.labels is not None
-    words = config.train.spare_words
-    return absolute(demo.prepare_base(demo.DEMO_CACHE, **vars(data), labelled=labelled, spare_words=words))
+    labelled, words = config.recap.labels is not None, config.train.spare_words
+    return absolute(demo.prepare_base(demo.DEMO_CACHE, **data, labelled=labelled, spare_words=words))
 
 
 def _check_checkpoint(config: Config, spec: PolicySpec) -> None:
