@@ -143,6 +143,12 @@ def test_rows_through_ray_equal_lerobots(ray_cluster, roots):
     assert_every_row(roots["mixed"], WINDOWS, lambda root, **options: rows_of(read_lerobot(root, **options)))
 
 
+@pytest.mark.parametrize("parallelism", [5, 200])
+def test_each_row_is_read_once_at_any_parallelism(rows_here, roots, parallelism):
+    rows = rows_here(roots["rollover"], override_num_blocks=parallelism, camera_keys=[WRIST], shuffle_seed=1)
+    assert Counter(int(r["index"]) for r in rows) == Counter(range(54))
+
+
 def test_episode_subset_equals_lerobots_in_stored_order(rows_here, roots):
     meta = load_metadata(roots["rollover"])
     reference = lerobot(roots["rollover"], episodes=[1, 3, 4], delta_timestamps=WINDOWS)
