@@ -70,6 +70,12 @@ def test_demonstration_rows_are_used_once_across_resume(base, root, tmp_path):
     assert not equal(uninterrupted, without)
 
 
+def test_demonstrations_may_be_fewer_than_global_batch(base, root, tmp_path):
+    """Their order depends neither on the batch size nor on the number of workers."""
+    runs = filtered(base, tmp_path, root), filtered(base, tmp_path, root, batch_size=100, **{"scaling.num_workers": 4})
+    assert runs[1].demonstrations.per_epoch < 400 and runs[0].job.start.stream == runs[1].job.start.stream
+
+
 def test_demonstration_rows_equal_lerobot_dataset_and_processors(base, root, tmp_path):
     run = filtered(base, tmp_path / "run", root)
     source, prepare = run.demonstrations.source(), make_prepare(run.policy, run.demonstrations)

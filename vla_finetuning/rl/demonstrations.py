@@ -36,7 +36,7 @@ def resolve_demonstrations(config: GrpoConfig, root: str) -> Rows:
     training.dataset = DatasetOptions(root=root, statistics="lerobot", missing_cameras="mask")
     features = load_metadata(root).features  # of which the environment's names may be none
     training.rename_map = {key: name for key, name in config.rename_map.items() if key in features}
-    training.steps = 1
+    training.steps = training.batch_size = training.scaling.num_workers = 1  # the decisions decide how many are read
     return resolve(training, gpus_found=0).rows
 
 
