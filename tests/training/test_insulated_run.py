@@ -63,8 +63,9 @@ class Shard(in_process.RunRows):
         def collate(rows):
             targets = {TOKENS: rows["position"] % 7 + 1, TEXT: rows["position"] % 5 * 4}
             for name in targets.keys() & rows.keys():
-                width = rows[name].shape[1]
-                tokens = np.stack([np.random.default_rng(p).integers(0, 200, width) for p in rows["position"]])
+                begin, width = rows[name][:, : name == TOKENS], rows[name].shape[1]
+                drawn = [np.random.default_rng(p).integers(0, 200, width - begin.shape[1]) for p in rows["position"]]
+                tokens = np.concatenate([begin, drawn], axis=1)
                 rows = {**rows, name: np.where(np.arange(width) <= targets[name][:, None], tokens, -1)}
             return collate_fn(rows)
 
