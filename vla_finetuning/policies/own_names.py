@@ -15,6 +15,7 @@ from typing import Any
 from lerobot.configs import PreTrainedConfig
 from lerobot.processor import PolicyProcessorPipeline, ProcessorStep, RenameObservationsProcessorStep
 
+from vla_finetuning.policies.processors import with_steps
 from vla_finetuning.policies.registry import family_of
 
 
@@ -57,9 +58,7 @@ def pipeline_with_names(
     pipeline: PolicyProcessorPipeline, names: Mapping[str, str], rename_map: Mapping[str, str]
 ) -> PolicyProcessorPipeline:
     """Return a copy of LeRobot's pipeline with cameras renamed by `names`, and `rename_map` in its rename step."""
-    changed = copy.copy(pipeline)
-    changed.steps = [_step_with_names(step, names, rename_map) for step in pipeline.steps]
-    return changed
+    return with_steps(pipeline, [_step_with_names(step, names, rename_map) for step in pipeline.steps])
 
 
 def _step_with_names(step: ProcessorStep, names: Mapping[str, str], rename_map: Mapping[str, str]) -> ProcessorStep:

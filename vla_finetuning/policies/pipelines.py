@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lerobot.configs import PreTrainedConfig
+from lerobot.lerobot_types import TransitionKey
 from lerobot.policies.factory import make_pre_post_processors
+from lerobot.policies.pi05.processor_pi05 import Pi05PrepareStateTokenizerProcessorStep
 from lerobot.processor import (
     PolicyProcessorPipeline,
     ProcessorStepRegistry,
@@ -27,7 +29,7 @@ from vla_finetuning.data.hub import require_model
 from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.policies.loading import MIGRATE, check_header
-from vla_finetuning.policies.processors import TOKENIZER_FOLDER, Stats
+from vla_finetuning.policies.processors import TOKENIZER_FOLDER, Stats, with_steps
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
 from vla_finetuning.policies.tokenizer_check import check_tokenizer
@@ -265,6 +267,23 @@ def _check_named_tokenizer(config: PreTrainedConfig, name: str) -> None:
 def tokenizer_step(preprocessor: PolicyProcessorPipeline) -> Any:
     """Return the step that tokenises instructions, which has an `input_tokenizer`; None if there is none."""
     return next((step for step in preprocessor.steps if hasattr(step, "input_tokenizer")), None)
+
+
+class StatelessPrompts(Pi05PrepareStateTokenizerProcessorStep):
+    """Write LeRobot's prompts of PI0.5 without the state."""
+
+    def __call__(self, transition: Any) -> Any:
+        data = transition[TransitionKey.COMPLEMENTARY_DATA]
+        tasks = [task.strip().replace("_", " ").replace("\n", " ") for task in data[self.task_key]]
+        prompts = [f"Task: {task};\nAction: " for task in tasks]
+        return {**transition, TransitionKey.COMPLEMENTARY_DATA: {**data, self.task_key: prompts}}
+
+
+def without_state(preprocessor: PolicyProcessorPipeline) -> PolicyProcessorPipeline:
+    """Return a pipeline whose prompts leave the state out, as openpi's for data without a state."""
+    replaced = Pi05PrepareStateTokenizerProcessorStep
+    steps = [StatelessPrompts() if isinstance(step, replaced) else step for step in preprocessor.steps]
+    return with_steps(preprocessor, steps)
 
 
 def check_prompts_differ(

@@ -140,8 +140,8 @@ class Prepare:
         self._cameras = tuple(camera_keys)
         self._features = {key for key, feature in features.items() if feature.type is not FeatureType.VISUAL}
         steps = [step for step in preprocessor.steps if not isinstance(step, RenameObservationsProcessorStep)]
-        full_pipeline = _with_steps(preprocessor, [_pad_to_max_length(copy.copy(step)) for step in steps])
-        self._pipeline = _with_steps(full_pipeline, [step for step in full_pipeline.steps if not _needs_batch(step)])
+        full_pipeline = with_steps(preprocessor, [_pad_to_max_length(copy.copy(step)) for step in steps])
+        self._pipeline = with_steps(full_pipeline, [step for step in full_pipeline.steps if not _needs_batch(step)])
         self._check_split(full_pipeline, config)
         for step in self._pipeline.steps:
             step._current_transition = None  # drop the synthetic row
@@ -350,7 +350,8 @@ def _blank_row(column: np.ndarray) -> np.ndarray:
     return np.full((1, *column.shape[1:]), fill, dtype=column.dtype)
 
 
-def _with_steps(pipeline: PolicyProcessorPipeline, steps: list[ProcessorStep]) -> PolicyProcessorPipeline:
+def with_steps(pipeline: PolicyProcessorPipeline, steps: list[ProcessorStep]) -> PolicyProcessorPipeline:
+    """Return a copy of a pipeline with other steps."""
     changed = copy.copy(pipeline)
     changed.steps = steps
     return changed
@@ -398,7 +399,7 @@ class DeviceHalf(nn.Module):
         if preprocessor is None:
             return
         if steps := [step for step in preprocessor.steps if _needs_batch(step)]:
-            self._batch_pipeline = _with_steps(preprocessor, steps)
+            self._batch_pipeline = with_steps(preprocessor, steps)
         if any(getattr(step, "_registry_name", None) == IMAGENET_STEP for step in preprocessor.steps):
             mean, std = (torch.tensor(IMAGENET_STATS[name]).reshape(3, 1, 1) for name in ("mean", "std"))
             for number, key in enumerate(self._keys):

@@ -16,7 +16,7 @@ from safetensors.torch import save_model
 
 from vla_finetuning.files import atomic_folder, let_others_read
 from vla_finetuning.policies.loading import WEIGHTS_FILE
-from vla_finetuning.policies.processors import TOKENIZER_FOLDER
+from vla_finetuning.policies.processors import TOKENIZER_FOLDER, with_steps
 from vla_finetuning.policies.registry import family_of
 
 
@@ -90,12 +90,11 @@ def _pretrained_folder(
             (preprocessor, POLICY_PREPROCESSOR_DEFAULT_NAME),
             (postprocessor, POLICY_POSTPROCESSOR_DEFAULT_NAME),
         ):
-            pipeline = copy.copy(pipeline)
-            pipeline.steps = [
+            steps = [
                 DeviceProcessorStep("cpu", step.float_dtype) if isinstance(step, DeviceProcessorStep) else step
                 for step in pipeline.steps
             ]
-            pipeline.save_pretrained(partial, config_filename=f"{name}.json")
+            with_steps(pipeline, steps).save_pretrained(partial, config_filename=f"{name}.json")
         family_of(config).save_fitted(partial)
         for path in partial.rglob("*.safetensors"):
             let_others_read(path)

@@ -8,15 +8,11 @@ Legend: N rows, S tokens of a text.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from lerobot.lerobot_types import TransitionKey
-from lerobot.policies.pi05.processor_pi05 import Pi05PrepareStateTokenizerProcessorStep
-from lerobot.processor import PolicyProcessorPipeline, ProcessorStep
 
 from vla_finetuning.policies.family import Columns
 from vla_finetuning.policies.texts import TASK
@@ -49,27 +45,6 @@ def padded(rows: Sequence[Sequence[int]], targets: int) -> np.ndarray:
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids[: len(row)]
     return tokens
-
-
-class StatelessPrompts(Pi05PrepareStateTokenizerProcessorStep):
-    """Write LeRobot's prompts of PI0.5 without the state."""
-
-    def __call__(self, transition: Any) -> Any:
-        data = transition[TransitionKey.COMPLEMENTARY_DATA]
-        tasks = [task.strip().replace("_", " ").replace("\n", " ") for task in data[self.task_key]]
-        prompts = [f"Task: {task};\nAction: " for task in tasks]
-        return {**transition, TransitionKey.COMPLEMENTARY_DATA: {**data, self.task_key: prompts}}
-
-
-def without_state(preprocessor: PolicyProcessorPipeline) -> PolicyProcessorPipeline:
-    """Return a pipeline whose prompts leave the state out, as openpi's for data without a state."""
-
-    def changed(step: ProcessorStep) -> ProcessorStep:
-        return StatelessPrompts() if isinstance(step, Pi05PrepareStateTokenizerProcessorStep) else step
-
-    pipeline = copy.copy(preprocessor)
-    pipeline.steps = [changed(step) for step in preprocessor.steps]
-    return pipeline
 
 
 @dataclass(frozen=True)

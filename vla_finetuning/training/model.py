@@ -17,11 +17,10 @@ from vla_finetuning.policies.augment import make_augmentation
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.flow import FlowLoss
-from vla_finetuning.policies.pipelines import tokenizer_step
+from vla_finetuning.policies.pipelines import tokenizer_step, without_state
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, PreparedRobot, PrepareRobots
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
-from vla_finetuning.policies.text_targets import without_state
 from vla_finetuning.policies.trainable import autocast_dtype, build_loss
 from vla_finetuning.policies.value import ValueLoss
 from vla_finetuning.training.stream import Columns, WithAdvantage, WithPosition
