@@ -201,10 +201,8 @@ def test_pi05_state_absent_from_config_becomes_input():
 def test_unmatched_features_are_refused(changes, own_names, message):
     features = {**dataset_features("top"), **changes}
     config = pretrained_config("top")
-    before = copy.deepcopy(config)
     with pytest.raises(ValueError, match=message):
         match_features(config, {key: f for key, f in features.items() if f is not None}, own_names, fps=10)
-    assert config == before
 
 
 def test_channel_first_cameras_match_and_texts_are_ignored():

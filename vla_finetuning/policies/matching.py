@@ -1,6 +1,5 @@
 """Match a dataset's cameras, state and action with a policy's, by their names and shapes."""
 
-import copy
 import difflib
 import json
 from collections.abc import Mapping, Sequence
@@ -110,12 +109,14 @@ def match_features(
     outputs = {key: feature for key, feature in features.items() if feature.type is FeatureType.ACTION}
     if ACTION not in outputs:
         raise ValueError(f"the dataset has no '{ACTION}'; its features are {sorted(dataset_features)}")
-    fitted = copy.deepcopy(config)
-    fitted.output_features = outputs
-    fitted.input_features = fitted.input_features or {key: f for key, f in features.items() if key not in outputs}
-    _set_feature_metadata(fitted, dataset_features)
-    fitted.validate_features()  # adds inputs as the policy's constructor does; they need statistics too
-    inputs = fitted.input_features
+    config.output_features = outputs
+    config.input_features = config.input_features or {key: f for key, f in features.items() if key not in outputs}
+    if callable(set_features := getattr(config, "set_dataset_feature_metadata", None)):
+        set_features(
+            {key: {"dtype": f.dtype, "shape": tuple(f.shape), "names": f.names} for key, f in dataset_features.items()}
+        )
+    config.validate_features()  # adds inputs as the policy's constructor does; they need statistics too
+    inputs = config.input_features
     cameras = [key for key, feature in features.items() if feature.type is FeatureType.VISUAL]
     masked = _check_cameras(config, inputs, cameras, own_names, missing_cameras, excluded)
     for key, feature in inputs.items():
@@ -147,12 +148,10 @@ def match_features(
             )
 
     fixed = {FeatureType.VISUAL} if family_of(config).sized_by_images else set()
-    config.output_features = outputs
     config.input_features = {
         key: feature if feature.type in fixed or key not in features else replace(feature, shape=features[key].shape)
         for key, feature in inputs.items()
     }
-    _set_feature_metadata(config, dataset_features)
     if hasattr(config, "action_feature_names"):
         names = list(dataset_features[ACTION].names or ()) or config.action_feature_names
         # The base's names may belong to another robot.
@@ -175,14 +174,6 @@ def match_features(
         rows=rows,
         delta_timestamps=resolve_delta_timestamps(config, metadata) or {},
     )
-
-
-def _set_feature_metadata(config: PreTrainedConfig, features: Mapping[str, DatasetFeature]) -> None:
-    """Pass a dataset's features to a configuration that accepts them, as LeRobot's `make_policy` does."""
-    if callable(set_features := getattr(config, "set_dataset_feature_metadata", None)):
-        set_features(
-            {key: {"dtype": f.dtype, "shape": tuple(f.shape), "names": f.names} for key, f in features.items()}
-        )
 
 
 def _check_cameras(
