@@ -188,6 +188,14 @@ def test_nearer_of_two_close_frames_is_read(tmp_path, after_ms):
         assert [read_frame_number(frame) for frame in frames] == [0, 4]
 
 
+def test_texts_of_another_encoding_in_video_do_not_end_a_read(tmp_path):
+    path = Path(write_video(tmp_path / "a.mp4", drawn(2)))
+    (expected, _), data = read(path, [0.0]), path.read_bytes()
+    assert data.count(b"VideoHandler") == 1
+    path.write_bytes(data.replace(b"VideoHandler", b"VideoHandl\xe9r"))
+    np.testing.assert_array_equal(read(path, [0.0])[0], expected)
+
+
 def test_decoding_starts_at_nearest_key_frame(video):
     """A frame costs the way from its key frame, a run of frames nothing more."""
     with av.open(video) as container:

@@ -98,7 +98,7 @@ class VideoReader:
         try:
             # Only the format of datasets: FFmpeg would follow playlists to other files or addresses, and has hundreds
             # of hardly maintained formats.
-            self._container = av.open(source, format=VIDEO_FORMAT, options=options)
+            self._container = av.open(source, format=VIDEO_FORMAT, options=options, metadata_errors="replace")
             self._stream = self._container.streams.video[0]
         except (av.FFmpegError, IndexError) as error:
             _raise_disk_error(error, name)
