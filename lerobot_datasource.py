@@ -98,7 +98,7 @@ class LeRobotDatasource(Datasource):
             raise ValueError(
                 f"datasets of different frame rates cannot be read together in windows: "
                 f"{', '.join(f'{meta.root} has {meta.fps} fps' for meta in self.metas)}; an action chunk would span "
-                "other times in each. Convert them to one rate"
+                "other times in each. Convert them to one rate, or give vla.py the fps of the slower one in a mixture"
             )
         self._delta_indices = resolve_delta_indices(
             features.delta_timestamps, self._features, self.metas[0], features.tolerance_s
