@@ -358,6 +358,7 @@ SUSPECT = {
     "jerk": (shake, 3, "times as much as in half of the episodes"),
     "saturated": (push_an_end, 2, "an action is at the end of its range in 75% of its frames"),
     "same": (repeat_an_episode, 2, "the same states and actions as episode 0"),
+    "damaged": (break_a_number, 0, "states or actions hold NaN or infinity"),
     "camera": (cover_a_camera_once, 1, f"camera {IMAGES} is dark"),
 }
 

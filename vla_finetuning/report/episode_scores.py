@@ -28,7 +28,7 @@ SWITCH = 0.5
 
 @dataclass(frozen=True)
 class Score:
-    """The scores of one episode.
+    """The scores of one episode. NaN and infinity count as 0.
 
     Attributes:
         idle: share of frames after which neither state nor action moves (`data.idle`).
@@ -69,7 +69,9 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
     for episode in known_episodes(meta).tolist() if read is None else read:
         frames = int(meta.episode_length[episode])
         batch = reader.read(episode, np.arange(frames))
-        values = {key: batch[key].astype(np.float64).reshape(frames, -1) for key in keys}
+        is_finite = all(np.isfinite(batch[key]).all() for key in keys)
+        finite = {key: np.nan_to_num(batch[key].astype(np.float64), posinf=0.0, neginf=0.0) for key in keys}
+        values = {key: array.reshape(frames, -1) for key, array in finite.items()}
         action = values[ACTION]
         at_end.append(((action <= low + edge) | (action >= high - edge)).mean(axis=0))
         jerk = np.abs(np.diff(action, n=3, axis=0)) / span[ACTION]
@@ -86,10 +88,13 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
                 saturated=0.0,  # set below, when the switches are known
                 apart=None if apart is None else float(apart.mean(axis=0).max()),
                 same_as=None if same_as == episode else same_as,
-                reasons=tuple(
-                    f"camera {key} is {finding.kind}"
-                    for key, camera in readers.items()
-                    for finding in camera_findings(key, [camera.read(episode, moments)[key]])
+                reasons=(
+                    *(() if is_finite else ("states or actions hold NaN or infinity",)),
+                    *(
+                        f"camera {key} is {finding.kind}"
+                        for key, camera in readers.items()
+                        for finding in camera_findings(key, [camera.read(episode, moments)[key]])
+                    ),
                 ),
             )
         )
