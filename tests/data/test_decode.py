@@ -188,12 +188,15 @@ def test_nearer_of_two_close_frames_is_read(tmp_path, after_ms):
         assert [read_frame_number(frame) for frame in frames] == [0, 4]
 
 
-def test_texts_of_another_encoding_in_video_do_not_end_a_read(tmp_path):
+def test_video_with_other_texts_is_read_and_with_unknown_codec_refused(tmp_path):
     path = Path(write_video(tmp_path / "a.mp4", drawn(2)))
     (expected, _), data = read(path, [0.0]), path.read_bytes()
     assert data.count(b"VideoHandler") == 1
     path.write_bytes(data.replace(b"VideoHandler", b"VideoHandl\xe9r"))
     np.testing.assert_array_equal(read(path, [0.0])[0], expected)
+    path.write_bytes(data.replace(b"avc1", b"avc0"))
+    with pytest.raises(ValueError, match="a video: FFmpeg has no decoder of its codec"):
+        read(path, [0.0])
 
 
 def test_decoding_starts_at_nearest_key_frame(video):

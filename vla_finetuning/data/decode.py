@@ -106,6 +106,8 @@ class VideoReader:
                 f"{name}: not a readable video, mp4 or mov ({error}); it may be truncated: copy it again"
             ) from error
         try:
+            if self._stream.codec_context is None:
+                raise ValueError(f"{name}: FFmpeg has no decoder of its codec: copy it again, or encode it as H.264")
             self._check_size(self._stream.codec_context.height, self._stream.codec_context.width)
         except ValueError:
             self._container.close()
