@@ -181,6 +181,16 @@ def test_folder_of_a_process_killed_before_its_options_is_free(tmp_path, monkeyp
     assert names == {"config.json", "checkpoints"}
 
 
+def test_refused_run_deletes_no_hidden_files_of_others(bucket_url):
+    Bucket(bucket_url).write(".git/config", b"x")
+    config = Config(output_dir=bucket_url)
+    with pytest.raises(FileExistsError, match="is not empty: it holds no run"):
+        check_folder(config)
+    with pytest.raises(KeyError), claim_folder(config):
+        raise KeyError
+    assert Bucket(bucket_url).read(".git/config") == b"x"
+
+
 def test_refused_bucket_folder_is_not_downloaded(bucket_url):
     Bucket(bucket_url).write("videos/top.mp4", b"x")
     config = Config(output_dir=bucket_url)

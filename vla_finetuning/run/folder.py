@@ -393,8 +393,7 @@ def _check_free(config: JobOptions) -> None:
 
 
 def _contents(folder: Path) -> list[str]:
-    # A process that was killed leaves hidden files: the lock, a probe of the storage, a file that it was writing.
-    return [name for name in contents(folder) if not name.startswith(".")]
+    return [name for name in contents(folder) if name != LOCK_NAME and not LEFTOVER.fullmatch(name)]
 
 
 def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:
