@@ -115,13 +115,13 @@ def test_latencies_are_evaluated_and_compared(evaluated, flags, tmp_path, capsys
     assert "played at other latencies: give both the same --eval.latency_s" in capsys.readouterr().err
 
 
-@pytest.mark.ray
 def test_second_evaluation_in_the_same_folder_is_refused(flags, tmp_path, capsys):
     with locked(tmp_path / "a"):
         assert evaluate.main([*flags, f"--output_dir={tmp_path / 'a'}"]) == 2
     assert "a run is going on there" in capsys.readouterr().err
 
 
+@pytest.mark.ray
 def test_killed_evaluation_resumes_and_two_are_compared(evaluated, flags, tmp_path, capsys, monkeypatch):
     """Killed after two episodes: the others play, then the failed one again."""
     a, b, films_made, played = tmp_path / "a", tmp_path / "b", [], []
@@ -332,6 +332,7 @@ def test_invalid_options_are_refused_before_playing(folder, tmp_path, capsys, mo
         ([*good, "--output_dir=hf://a/b"], "--output_dir=hf://a/b: expected a path, s3://BUCKET/FOLDER, gs://"),
         ([*good, "--eval.record_dataset=s3://runs/played"], "datasets are written to a disk; give a path"),
         ([*good, f"--eval.record_dataset={tmp_path}"], f"={tmp_path} would hold the --output_dir {tmp_path / 'out'}"),
+        ([*good, "--output_dir=~/a/b", "--eval.record_dataset=~/a/c/.."], "would hold the --output_dir ~/a/b"),
         ([*good, f"--eval.record_dataset={halved}/robot.json/a"], "--eval.record_dataset="),
         ([*good, "--policy.advantage=positive"], "cannot reach it: leave out --policy.advantage"),
         ([*good, "--eval.latency_s=0.1,x"], "--eval.latency_s=0.1,x: expected numbers, as 0,0.1, at least 0"),

@@ -70,5 +70,6 @@ def check_recorded(root: str | None, flag: str, output_dir: str | None = None) -
             f"{flag}={root}: datasets are written to a disk; give a path (on a cluster, one that all nodes share), and "
             "copy the folder to the bucket when it is done"
         )
-    if root and output_dir and Path(output_dir).absolute().is_relative_to(Path(root).expanduser().absolute()):
+    inner, outer = (Path(folder or "").expanduser().resolve() for folder in (output_dir, root))
+    if root and output_dir and inner.is_relative_to(outer):
         raise ValueError(f"{flag}={root} would hold the --output_dir {output_dir}: give another folder")
