@@ -144,9 +144,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the whole lines of a file, without a last one that is still being written."""
+    """Return the whole lines of a file, without a last one that is still being written; replace bytes of no text."""
     try:
-        text = path.read_text()
+        text = path.read_text(errors="replace")
     except FileNotFoundError:
         return []
     return text[: text.rfind("\n") + 1].splitlines()

@@ -114,12 +114,12 @@ def test_trained_run_without_usable_checkpoint_is_refused(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("last_checkpoint.json", "", "cannot be read as JSON .* or remove it"),
-        ("metrics.jsonl", '{"step": 1}\n\0\0\n', "line 2 cannot be read as JSON .* delete it"),
+        ("last_checkpoint.json", b"", "cannot be read as JSON .* or remove it"),
+        ("metrics.jsonl", b'{"step": 1}\n\0\xff\n', "line 2 cannot be read as JSON .* delete it"),
     ],
 )
 def test_resume_names_a_file_damaged_by_a_power_cut(tmp_path, name, text, message):
-    write(tmp_path, name, text)
+    (tmp_path / name).write_bytes(text)
     with pytest.raises(ValueError, match=f"{name}: {message}"):
         resumption(tmp_path)
 
