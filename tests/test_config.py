@@ -391,8 +391,8 @@ def test_flag_values_are_parsed_by_type(flag, path, value):
     [
         ([], "expected a JSON object; give a run's config.json"),
         (
-            {"policy": {"type": "act"}, "dataset": {}, "wandb": {}},
-            "policy.type is no option; .*lerobot-train's runs go on there; --policy.path",
+            {"dataset": {"repo_type": "dataset"}, "policy": {"type": "act"}, "wandb": {}},
+            "of lerobot-train, .* --output_dir FOLDER --resume goes on",
         ),
         ({"batch_sise": 3}, "batch_sise is no option; did you mean batch_size"),
         ({"dataset": {"rot": "/d"}}, "dataset.rot is no option; did you mean dataset.root"),

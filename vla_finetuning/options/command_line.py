@@ -311,6 +311,11 @@ def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
     refuse_credentials(json.dumps(saved), str(path))
     if not isinstance(saved, dict):
         raise ValueError(f"{path}: expected a JSON object; give a run's {CONFIG_NAME}")
+    if {"policy", "dataset", "wandb"} <= saved.keys():
+        raise ValueError(
+            f"{path} is of lerobot-train, whose --config_path goes on with its own runs; here --output_dir FOLDER "
+            "--resume goes on with a run, and --policy.path FOLDER/pretrained_model starts one from its policy"
+        )
     options = {option.path: option for option in options_of(config_type)}
     for name, value in leaves(saved, options.keys()):
         if name not in options:
@@ -321,8 +326,7 @@ def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
                 did_you_mean(name, list(options)) if group in {path.rpartition(".")[0] for path in options} else ""
             )
             remedy = similar or (
-                "; delete its line if an earlier version wrote it, or give the file of a run of this program "
-                "(lerobot-train's runs go on there; --policy.path FOLDER/pretrained_model starts from their policy)"
+                "; delete its line if an earlier version wrote it, or give the file of a run of this program"
             )
             raise ValueError(f"{path}: {name} is no option{remedy}")
         if name not in PER_START:
