@@ -39,9 +39,11 @@ def idle_frames(values: Sequence[np.ndarray], spans: Sequence[np.ndarray], moves
         return idle
     still = np.ones(windows, bool)
     for array, span in zip(values, spans, strict=True):
-        scaled = array.reshape(frames, -1) / span
-        runs = np.lib.stride_tricks.sliding_window_view(scaled, moves + 1, axis=0)
-        still &= (np.ptp(runs, axis=-1) < STILL).all(axis=1)
+        low = high = array.reshape(frames, -1) / span
+        width = 1  # of the windows whose extremes they are; log2(moves) passes, as `moves` may be thousands
+        while step := min(width, moves + 1 - width):
+            low, high, width = np.minimum(low[:-step], low[step:]), np.maximum(high[:-step], high[step:]), width + step
+        still &= (high - low < STILL).all(axis=1)
     # Number of still windows that begin at most `moves` frames before each frame.
     cumulative = np.cumsum(np.concatenate([still, np.zeros(moves, bool)]))
     idle = cumulative > np.concatenate([np.zeros(moves, cumulative.dtype), cumulative[:windows]])
