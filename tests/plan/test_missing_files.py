@@ -65,6 +65,7 @@ def test_proposed_exclude_flag_works_if_files_are_missing(setting, root):
     argv = in_process.flags(setting, **{"dataset.root": root})
     message, proposed = refused(argv)
     assert meta.data_files[1] in message and meta.video_files[WRIST][0] in message
+    assert refused([*argv, "--dataset.skip_idle=0.3"]) == (message, proposed)
     chosen = resolved([*argv, *proposed]).rows.train_episodes[0].tolist()
     assert chosen == sorted(set(range(6)) - set(lost(meta)))
     # What is left out already stays so: a flag that is given twice counts once.
@@ -101,7 +102,7 @@ def test_camera_without_any_file_is_refused_by_name(setting, root):
     for more in ({}, {"dataset.on_error": "skip", "dataset.max_skipped": 1}):
         argv = in_process.flags(setting, **{"dataset.root": root}, **more)
         message, _ = refused(argv)
-        assert "choose cameras whose files are there (--dataset.camera_keys): every episode needs" in message
+        assert "or cameras whose files are there (--dataset.camera_keys) if only videos are missing" in message
         assert ("is for folders that lack some files" in message) == bool(more)
 
 

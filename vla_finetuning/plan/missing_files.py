@@ -55,7 +55,10 @@ def _remedy(
     config: Config, datasets: Datasets, missing: Sequence[MissingFiles], episodes: Sequence[np.ndarray], share: float
 ) -> str:
     if any(files and len(files.episodes) == len(numbers) for files, numbers in zip(missing, episodes, strict=True)):
-        return "choose cameras whose files are there (--dataset.camera_keys): every episode needs such files"
+        return (
+            "use another dataset, or cameras whose files are there (--dataset.camera_keys) if only videos are missing: "
+            "every episode needs such files"
+        )
     incomplete = {number: files.episodes.tolist() for number, files in enumerate(missing) if files}
     flag = exclusion(config, datasets.members, incomplete)
     if len(flag) > _MAX_FLAG:

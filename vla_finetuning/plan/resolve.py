@@ -87,8 +87,10 @@ def resolve(
     check_decided_options(config, base.config, parameters if freezes_by_mode else None)
 
     dropped = frames_dropped(config, base.config, matched.window_steps)
+    # Before --dataset.skip_idle, which reads the data files.
+    with_idle = select(replace(config, dataset=replace(config.dataset, skip_idle=None)), datasets, dropped)
+    skipped = check_files(config, datasets, with_idle, matched.match.camera_keys)
     chosen = select(config, datasets, dropped)
-    skipped = check_files(config, datasets, chosen, matched.match.camera_keys)
     datasets = replace(datasets, members=tuple(map(Member.weighted, datasets.members, chosen.rows_per_dataset)))
     frames = chosen.rows
     config, smaller = with_fitting_batch(config, frames)
