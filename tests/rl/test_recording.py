@@ -132,6 +132,8 @@ def test_mount_point_as_dataset_root_is_refused(tmp_path, monkeypatch):
     for path in (tmp_path / "file", tmp_path / "file" / "new"):
         with pytest.raises(OSError, match=f"--root={path}: .* choose another"):
             is_free(path, "--root")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert not is_free(tmp_path, "--root")  # a finished dataset may be read-only
 
 
 def test_every_second_iteration_is_recorded(run):

@@ -217,11 +217,12 @@ def is_free(root: Path, flag: str) -> bool:
 
     Raises ValueError for an empty mount point, and OSError as `check_place`.
     """
+    if os.path.isdir(root) and any(root.iterdir()):
+        return False
     check_place(root, flag)
-    is_empty = not root.exists() or not any(root.iterdir())
-    if is_empty and os.path.ismount(root):
+    if os.path.ismount(root):
         raise ValueError(f"{flag}={root} is a mount point, which no finished dataset can replace: name a folder in it")
-    return is_empty
+    return True
 
 
 def is_recorded(root: Path, about: Mapping[str, Any], flag: str = "--eval.record_dataset") -> bool:
