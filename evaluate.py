@@ -42,7 +42,7 @@ def prepare(argv: list[str], stack: ExitStack) -> Work:
         print_safe_text(text)
         return lambda: int(errors > 0)
     trial = resolve_trial(parse_evaluate(argv))
-    if not mirror_of(trial.output_dir):  # in a bucket, a file has one writer
+    if not mirror_of(trial.output_dir):  # a bucket has no such lock
         stack.enter_context(locked(trial.output_dir))
 
     def work() -> int:
