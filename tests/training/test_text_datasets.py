@@ -16,9 +16,9 @@ from diagnostics import check_rows, show_dataset
 from tests import in_process
 from tests.data.test_metadata_v2 import as_v2
 from tests.datasets import all_rows, make_dataset
-from tests.in_process import alone
+from tests.in_process import RunRows, alone, in_ranks
 from tests.tiny import make_base
-from tests.training.test_insulated_run import ACTION_CHUNKS, SPARE_WORDS, written
+from tests.training.test_insulated_run import ACTION_CHUNKS, SPARE_WORDS, largest_difference, trained, written
 from util import full_tensor
 from vla_finetuning.columns import IS_PRESENT, ROBOT
 from vla_finetuning.data.metadata import load_metadata
@@ -242,6 +242,18 @@ def test_episodes_without_actions_are_neither_held_out_nor_idle(setting):
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
+
+
+def test_two_workers_with_uneven_texts_equal_one(setting):
+    torch.save(trained(resolved(setting, "one worker", BOTH), RunRows), file := setting[0] / "one worker.pt")
+    for difference in in_ranks(in_rank, setting, file, world=2):
+        assert difference < 5e-6
+
+
+def in_rank(rank, world, setting, file):
+    options = {"batch_size": 2, "scaling.num_workers": world, "scaling.strategy": "fsdp2"}
+    run = resolved(setting, f"rank {rank}", BOTH, **options)
+    return largest_difference(trained(run, RunRows, rank, world), torch.load(file))
 
 
 def test_rows_come_exactly_once_and_resumed_run_equals_uninterrupted_run(setting):
