@@ -12,6 +12,7 @@ from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
+from tests.datasets import make_dataset
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.envs.two_bins_scene import FPS, INSTRUCTIONS
 from vla_finetuning.files import atomic_folder
@@ -104,6 +105,11 @@ def test_cached_demo_is_reused(prepared, monkeypatch):
     monkeypatch.setattr("vla_finetuning.policies.tiny.make_tiny_base", None)
     assert prepare_dataset(cache) == root and base_for(cache, root) == base
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
+
+
+def test_base_for_user_dataset_is_separate(prepared, tmp_path):
+    base = base_for(prepared[2], make_dataset(tmp_path / "own", fps=5))
+    assert base != prepared[1] and PreTrainedConfig.from_pretrained(base).chunk_size == 5
 
 
 ENCODE = """
