@@ -23,7 +23,7 @@ RELATIVE = {"policy.use_relative_actions": "true"}
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    return in_process.make_setting(tmp_path_factory.mktemp("matched"))
+    return in_process.make_setting(tmp_path_factory.mktemp("matched"), episodes=(12, 5, 4))
 
 
 def test_plan_lists_dimensions_excluded_from_relative_actions(setting):

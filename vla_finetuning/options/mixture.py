@@ -191,7 +191,7 @@ def _listed(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ValueError(f"{path}, line {where.start_mark.line + 1}: {problem}")
 
     try:
-        top = yaml.load(text, Loader)
+        top = Loader(text).get_single_data()
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path}: not YAML: {error}") from error
     listed = top.get("members") if isinstance(top, dict) else None
