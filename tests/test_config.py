@@ -171,7 +171,7 @@ TWO_ROBOTS = '{"/a": {"robot": "x"}, "/b": {"robot": "y"}}'
         (
             parse_args,
             [*DATA, "--scaling.strategy=hsdp", "--scaling.num_workers=2,4"],
-            "give --scaling.num_workers one number",
+            "^--scaling.num_workers with .*give --scaling.num_workers one number",
         ),
         (parse_args, [*DATA, "--scaling.shard_workers=2"], "=2 with --scaling.strategy=ddp: .*leave it out"),
         (parse_args, [*DATA, "--eval_steps=2"], "--eval_steps=2: no episode is held out .*; give --dataset.eval_split"),

@@ -86,7 +86,7 @@ class BestCheckpointOptions(LogOptions):
         min=0,
     )
     keep_best_by: Literal["loss", "success"] = option(
-        "loss", "Measure of the best checkpoints; --keep_best 2,success sets it.", flag=None
+        "loss", "Measure of the best checkpoints; --keep_best 2,success sets it.", flag=None, set_by="keep_best"
     )
     export: Literal["last", "best"] = option(
         "last",

@@ -48,8 +48,6 @@ DATA = ["dataset.root", "dataset.repo_id", "dataset.mixture", "dataset.revision"
 DATA += ["dataset.episodes", "dataset.exclude_episodes"]
 SOURCES = {"policy.path": POLICY, "policy.type": POLICY, "value.backbone": ["value.backbone_lr"]}
 SOURCES |= dict.fromkeys(DATA[:3], DATA)
-# Flags that set two options.
-PAIRS = {"scaling.num_workers": "scaling.min_workers", "keep_best": "keep_best_by"}
 CONFIG_PATH = Option(
     name="config_path",
     path="config_path",
@@ -254,8 +252,8 @@ def _replaced(given: Iterable[str], resumed: bool) -> set[str]:
 
 
 def _values(name: str, text: str, flags: Mapping[str, Option], config_type: type) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each option that a flag sets: two options if the flag is in `PAIRS`, else one."""
-    other = next((option for option in options_of(config_type) if option.path == PAIRS.get(name)), None)
+    """Yield path and value of each option that a flag sets: its own, and one that is `set_by` it."""
+    other = next((option for option in options_of(config_type) if option.set_by == name), None)
     if other is None:
         yield flags[name].path, flags[name].read(text)
         return

@@ -51,6 +51,7 @@ class Option:
             default remedy.
         conflicts: reasons by the condition that must not hold if the option is given, as `requires`.
         only_with: condition without which the option has no effect; a resumed run may lack it.
+        set_by: flag that sets this option besides its own.
     """
 
     name: str | None
@@ -68,13 +69,16 @@ class Option:
     requires: Mapping[str, str] = field(default_factory=dict)
     conflicts: Mapping[str, str] = field(default_factory=dict)
     only_with: str | None = None
+    set_by: str | None = None
 
     def is_given(self, value: Any) -> bool:
         """Return whether a value differs from the default and is neither None nor False."""
         return value != self.default and value is not None and value is not False
 
     def shown(self, value: Any) -> str:
-        """Return the flag with a value, as on a command line."""
+        """Return the flag with a value, as on a command line; without one for an option that another's flag sets."""
+        if self.set_by:
+            return f"--{self.set_by}"
         if self.name and self.is_group:
             return value[0].replace("--", f"--{self.name[:-1]}", 1) if value else f"--{self.name}"
         text = value if isinstance(value, str) else json.dumps(value)

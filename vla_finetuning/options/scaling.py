@@ -26,6 +26,7 @@ class WorkerOptions:
         None,
         "Minimum number of workers; --scaling.num_workers 2,8 sets it.",
         flag=None,
+        set_by="scaling.num_workers",
         min=1,
         conflicts={
             "scaling.strategy=fsdp2_reshard": "workers gather parameters together in every micro-batch, so none may "
