@@ -231,8 +231,11 @@ def _flops(policy: PolicySpec) -> str:
     if not policy.flops_by_prompt:
         return ""
     (short, least), (long, most) = min(policy.flops_by_prompt.items()), max(policy.flops_by_prompt.items())
-    lengths = "" if short == long else f" (prompts of {short} to {long} tokens, by the longest of a micro-batch)"
-    return f", {least / 1e9:,.1f} to {most / 1e9:,.1f} GFLOP per sample and step{lengths}"
+    unit = "GFLOP per sample and step"
+    if short == long:
+        return f", {most / 1e9:,.1f} {unit}"
+    prompts = f"prompts of {short} to {long} tokens, by the longest of a micro-batch"
+    return f", {least / 1e9:,.1f} to {most / 1e9:,.1f} {unit} ({prompts})"
 
 
 def _size(shape: tuple[int, ...] | None) -> str:
