@@ -151,10 +151,12 @@ class DiskCache:
         is_present = [False] * len(keys)
         with self.tolerating_errors(), self._open_to_read(path) as descriptor:
             for nth, key in enumerate(keys):
-                record, checksum = memoryview(out[nth]).cast("B"), bytearray(_CHECKSUM_BYTES)
-                size = os.preadv(descriptor, [record, checksum], key[0] * _stride(len(record)))
-                is_whole = size == len(record) + _CHECKSUM_BYTES
-                is_present[nth] = is_whole and checksum == self._record_checksum(path, key, record)
+                record = memoryview(out[nth]).cast("B")
+                at = key[0] * _stride(len(record))
+                checksum = os.pread(descriptor, _CHECKSUM_BYTES, at + len(record))
+                # A hole reads as zeros; copying and checking a frame of zeros costs as much as storing a frame.
+                if any(checksum) and os.preadv(descriptor, [record], at) == len(record):
+                    is_present[nth] = checksum == self._record_checksum(path, key, record)
         return is_present
 
     def write_records(self, path: Path, keys: Sequence[Key], records: Sequence[Any]) -> None:
