@@ -181,6 +181,10 @@ def test_mismatched_progress_is_refused(setting, tmp_path):
     pq.write_table(shifted, tmp_path / "other.parquet")
     with pytest.raises(ValueError, match="frame 64 is not in .*which has 60: of another one"):
         run_of(setting, f"--sample_weighting.progress_path={tmp_path / 'other.parquet'}")
+    infinite = pa.array([0.0, *[-np.inf] * (len(table) - 1)])
+    pq.write_table(table.set_column(2, "progress_sparse", infinite), tmp_path / "other.parquet")
+    with pytest.raises(ValueError, match="other.parquet: progress_sparse of frame 1 is infinite, expected a number"):
+        run_of(setting, f"--sample_weighting.progress_path={tmp_path / 'other.parquet'}")
     run = run_of(setting, "--sample_weighting.type=rabc")
     with pytest.raises(ValueError, match="needs a loss by rows, which .*pi05, .*have; the policy is of type act"):
         row_weights(run.config, run.rows.metas, SimpleNamespace(type="act"), step=1)

@@ -68,6 +68,11 @@ def row_weights(
     if len(index) and not 0 <= index.min() <= index.max() < frames:
         raise ValueError(f"{path}: frame {index.max()} is not in {metas[0].root}, which has {frames}: of another one?")
     progress = rows[column].cast("float64").to_numpy()
+    if (infinite := np.isinf(progress)).any():
+        raise ValueError(
+            f"{path}: {column} of frame {index[infinite.argmax()]} is infinite, expected a number, or NaN if it is "
+            "unknown; write the file again"
+        )
     weights = rabc_weights(index, episode, progress, frames, policy_config.chunk_size * step, options)
     return weights, file_digest(path)
 
