@@ -8,12 +8,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.tiny import make_batch, make_config, make_policy
-from util import make_trainable_optimizer, train_step
+from util import take_optimizer, train_step
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies import recompute
 from vla_finetuning.policies.families.pi05 import PI05Loss
+from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, remove_unused
 from vla_finetuning.training import memory
 from vla_finetuning.training.memory import step_memory
@@ -22,21 +23,21 @@ CPU = torch.device("cpu")
 ROWS = 16
 
 
-def build(mode, attention, checkpointing, bf16):
+def build(options):
     policy = make_policy(2)
-    choose_trainable(policy, mode)
+    train = options.train
+    choose_trainable(policy, train.mode)
     remove_unused(policy)
-    if bf16:
+    if train.precision == "bf16":
         cast_frozen(policy, torch.bfloat16)
-    loss = PI05Loss(policy, attention=attention, checkpointing=checkpointing)
-    optimizer = make_trainable_optimizer(
-        policy, schedule=lambda step: 1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01, clip_norm=1.0
-    )
-    return loss, optimizer
+    loss = PI05Loss(policy, attention=train.attention, checkpointing=train.activation_checkpointing)
+    built = make_recipe(options, policy.config).build(policy)
+    return loss, take_optimizer(policy, built, schedule=lambda step: 1e-3, clip_norm=1.0)
 
 
-def options_of(mode, bf16, **train):
+def options_of(mode, bf16, optimizer=(), **train):
     return Config(
+        optimizer_options=list(optimizer),
         scaling=ScalingOptions(num_workers=1),
         train=TrainOptions(mode=mode, precision="bf16" if bf16 else "fp32", **train),
     )
@@ -47,16 +48,19 @@ def storages(tensors):
 
 
 @pytest.mark.parametrize(
-    "mode, attention, checkpointing, bf16, accum",
+    "mode, attention, checkpointing, bf16, accum, optimizer",
     [
-        ("expert", "eager", False, True, 2),
-        ("full", "sdpa", False, False, 2),
-        ("full", "eager", True, False, 1),
+        ("expert", "eager", False, True, 2, []),
+        ("full", "sdpa", False, False, 2, ["--type=muon"]),
+        ("full", "eager", True, False, 1, ["--type=sgd", "--momentum=0.9"]),
+        ("full", "eager", True, False, 1, ["--type=sgd", "--momentum=0"]),
     ],
 )
-def test_estimate_equals_tensors_and_profile_of_a_real_step(mode, attention, checkpointing, bf16, accum, monkeypatch):
-    loss, optimizer = build(mode, attention, checkpointing, bf16)
-    options = options_of(mode, bf16, attention=attention, activation_checkpointing=checkpointing)
+def test_estimate_equals_tensors_and_profile_of_a_real_step(
+    mode, attention, checkpointing, bf16, accum, optimizer, monkeypatch
+):
+    options = options_of(mode, bf16, optimizer, attention=attention, activation_checkpointing=checkpointing)
+    loss, optimizer = build(options)
     planned = step_memory(make_config(2), replace(options, batch_size=ROWS, grad_accum=accum), cameras=2)
     batch, noise, time = make_batch(loss.policy, ROWS)
     module_tensors = [*loss.parameters(), *loss.buffers()]

@@ -209,10 +209,11 @@ class PolicySpec:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Return the bytes of a checkpoint: trainable parameters, Adam's two moments, and the average if enabled."""
+        """Return the most bytes of a checkpoint: trainable parameters, the optimizer's state, and any average."""
         if self.parameters is None:
             return 0
-        return 4 * (3 + self.ema.enable) * self.parameters.trainable
+        state = min(2, max(len(kinds - {"step"}) for kinds in self.recipe.state_kinds))  # Muon's matrices have one
+        return 4 * (1 + state + self.ema.enable) * self.parameters.trainable
 
 
 def weights_file(folder: Path) -> Path:

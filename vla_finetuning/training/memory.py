@@ -24,11 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from util import local_shard, make_trainable_optimizer, train_step
+from util import local_shard, take_optimizer, train_step
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.meta import meta_policy
+from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import build_loss
@@ -52,7 +53,7 @@ class StepMemory:
 
     weights: int  # parameters, their average with --ema.enable, and buffers
     gradients: int
-    optimizer: int  # Adam's moments
+    optimizer: int  # state of the optimizer, Adam's moments or momentum
     saved: int  # what a micro-batch's forward saves for its backward, gathered parameters included
     peak: int  # most bytes alive at one time, temporary tensors included
     beside: int  # the prefetcher's next batch, workspaces, contexts, fragmentation
@@ -65,7 +66,7 @@ class StepMemory:
     def __str__(self) -> str:
         return (
             f"{self.needed / GIB:.2f} GiB planned: {self.peak / GIB:.2f} at the worst moment (weights "
-            f"{self.weights / GIB:.2f}, Adam's moments {self.optimizer / GIB:.2f}, gradients "
+            f"{self.weights / GIB:.2f}, the optimizer's state {self.optimizer / GIB:.2f}, gradients "
             f"{self.gradients / GIB:.2f}, activations {self.saved / GIB:.2f}), {self.beside / GIB:.2f} for CUDA, "
             "NCCL, workspaces and the next batch"
         )
@@ -79,7 +80,7 @@ def step_memory(
     frames: Sequence[tuple[int, int]] = (),
     shard_workers: int | None = None,
 ) -> StepMemory:
-    """Run a step of a run without storage, with Adam's moments in place, and return the memory that it would take.
+    """Run a step of a run without storage, with the optimizer's state in place, and return its memory.
 
     Args:
         policy: configuration, with prompts of the longest length, of a family that is built `from_config`.
@@ -92,7 +93,7 @@ def step_memory(
     grad_accum = -(-options.grad_accum * options.scaling.num_workers // workers)
     bf16, draws = options.planned_in_bf16, train.noise_draws
     checkpointing = train.activation_checkpointing or getattr(policy, "gradient_checkpointing", False)
-    family, cpu = family_of(policy), torch.device("cpu")
+    family, cpu, recipe = family_of(policy), torch.device("cpu"), make_recipe(options, policy)
     config = family.with_cameras(policy, cameras)
     sharded = workers > 1 and strategy != "ddp"
     autocast = torch.bfloat16 if bf16 else None
@@ -120,13 +121,11 @@ def step_memory(
                 model = spread(loss, strategy, cpu, workers, replicas=copies, autocast=autocast)
         elif workers > 1 and loss.reaches_all:
             hold_gradients(loss)  # stand in for the buckets of DDP, which takes no fake tensors
-        optimizer = make_trainable_optimizer(
+        optimizer = take_optimizer(
             loss.policy,
+            recipe.build(loss.policy),
             schedule=lambda step: 0.0,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            weight_decay=0.0,
-            clip_norm=1.0,
+            clip_norm=recipe.clip_norm,
             decay=options.ema.decay if options.ema.enable else None,
         )
         micros = min(grad_accum, 2)
