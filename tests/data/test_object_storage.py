@@ -277,10 +277,11 @@ def test_missing_credentials_are_reported(bucket, monkeypatch, base, tmp_path, c
     assert re.search(expected, message)
 
 
-@pytest.mark.parametrize("kind", ["vanish", "change"])
-def test_objects_changed_after_listing_are_reported(damaged, bucket, local, node_dir, monkeypatch, kind):
-    url, prefix = damaged
-    source = datasource([load_metadata(url)])
+@pytest.mark.parametrize("kind", ["vanish", "change", "change, and the store ignores conditions"])
+def test_objects_changed_after_listing_are_reported(damaged, proxied, bucket, local, node_dir, monkeypatch, kind):
+    (url, prefix), (faults, options) = damaged, proxied
+    faults.ignored = ("if-match",) if "ignores" in kind else ()
+    source = datasource([load_metadata(url, storage_options=options)])
     for file in (source.metas[0].data_files[1], source.metas[0].video_files[TOP][1]):
         monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(node_dir / file))
         upload(bucket, local, prefix)
