@@ -185,12 +185,15 @@ def test_threads_share_a_cache(folder):
     assert out == [bytes([number]) * 4096 for number in range(25)]
 
 
-@pytest.mark.parametrize("fault", ["full disk", "broken disk", "folder is a file", "folder of others", "other's place"])
+@pytest.mark.parametrize(
+    "fault",
+    ["full disk", "broken disk", "read-only folder", "folder is a file", "folder of others", "other's place"],
+)
 def test_failing_folder_is_warned_about_once(folder, monkeypatch, caplog, fault):
     cache = opened(folder)
     before = place(cache, name="before")
     cache.write(before, RECORD)
-    number = errno.ENOSPC if fault == "full disk" else errno.EIO
+    number = {"full disk": errno.ENOSPC, "read-only folder": errno.EROFS}.get(fault, errno.EIO)
 
     def failing(*_):
         raise OSError(number, os.strerror(number))
@@ -199,6 +202,8 @@ def test_failing_folder_is_warned_about_once(folder, monkeypatch, caplog, fault)
         monkeypatch.setattr(os, "rename", failing)
     elif fault == "broken disk":
         monkeypatch.setattr(disk_cache, "open_own", failing)
+    elif fault == "read-only folder":
+        monkeypatch.setattr(os, "utime", failing)
     elif fault == "folder is a file":
         shutil.rmtree(folder)
         folder.write_text("")
@@ -213,7 +218,7 @@ def test_failing_folder_is_warned_about_once(folder, monkeypatch, caplog, fault)
             cache.write_records(path / "records", KEYS, FRAMES)
     content = cache.content("a", "file", "content")
     readable = content is not None and read(cache, content / "before") is not None
-    assert readable == (fault == "full disk")
+    assert readable == (fault in ("full disk", "read-only folder"))
     with cache.locked(before):
         pass
     (warning,) = caplog.records

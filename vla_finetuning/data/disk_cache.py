@@ -227,8 +227,9 @@ class DiskCache:
     def _mark_read(self, dataset_folder: Path) -> None:
         """Create the folder of a dataset, for this user only, and record that the dataset is in use."""
         make_private(dataset_folder)
-        os.utime(dataset_folder)
         self._touched[dataset_folder] = time.monotonic()
+        with self.tolerating_errors():  # a read-only disk has no such record
+            os.utime(dataset_folder)
 
     def make_folder(self, content: Path) -> None:
         """Create the folder of a content, and delete data derived from other contents of the file."""
