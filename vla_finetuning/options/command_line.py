@@ -48,6 +48,8 @@ DATA = ["dataset.root", "dataset.repo_id", "dataset.mixture", "dataset.revision"
 DATA += ["dataset.episodes", "dataset.exclude_episodes"]
 SOURCES = {"policy.path": POLICY, "policy.type": POLICY, "value.backbone": ["value.backbone_lr"]}
 SOURCES |= dict.fromkeys(DATA[:3], DATA)
+# As in lerobot-train, any option of adapters enables LoRA, and any option of row weights enables RA-BC.
+IMPLIED = {"peft.method_type": "lora", "sample_weighting.type": "rabc", "ema.enable": "true"}
 CONFIG_PATH = Option(
     name="config_path",
     path="config_path",
@@ -169,74 +171,48 @@ def lerobot_groups(flags: Mapping[str, Option]) -> dict[str, Option]:
 
 
 def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
-    """Parse a command line into a configuration without checking options against each other."""
+    """Parse a command line into a configuration without checking options against each other.
+
+    Later values replace earlier ones: those of a file, then the preset's and implied ones, then the command line's.
+    """
     for before, arg in zip(["", *argv], argv, strict=False):  # first, as other errors repeat arguments
         flag = re.match(r"--[\w.]+(?==)", arg) or re.match(r"--[\w.]+$", before)
         refuse_credentials(arg, flag[0] if flag else "command line")
-    flags, presets = program.flags, program.presets
-    pairs = _pairs(argv, program)
-    names = dict(pairs)
-    preset = names.get("preset")
-    if preset is not None and preset not in presets:
-        raise ValueError(f"--preset {preset}: expected one of {', '.join(presets)}")
-    config_path = names.pop("config_path", None)
-    starts_or_resumes = names.get("resume", "").lower() == "auto"
-    if starts_or_resumes:
-        names["resume"] = str(_config_of_run(names, presets).is_file()).lower()
-    resumed = "resume" in names and flags["resume"].read(names["resume"])
-    if resumed:
-        # The run keeps its options; only flags of this command line change them.
-        saved = _config_of_run(names, presets)
-        if config_path and not starts_or_resumes and as_file(config_path).absolute() != saved.absolute():
-            raise ValueError("--config_path with --resume: the run goes on with its own options; leave one of them out")
-        config_path, preset = str(saved), None
-        if not saved.is_file():
-            raise FileNotFoundError(
-                f"--resume: {saved} does not exist, so {saved.parent} holds no run; leave --resume out to start "
-                "one, or give --resume auto"
-            )
-    defaults = dict(presets.get(preset or "", {}))
-    # As in lerobot-train, any option of adapters enables LoRA, and any option of row weights enables RA-BC.
-    for option, value in (("peft.method_type", "lora"), ("sample_weighting.type", "rabc"), ("ema.enable", "true")):
-        if option not in names and any(name.startswith(f"{option.partition('.')[0]}.") for name in names):
-            defaults[option] = value
-    defaults = {name: text for name, text in defaults.items() if name not in _replaced(names, resumed)}
-    config = program.config_type()
-    replaced = {flags[name].path for name in _replaced([*defaults, *names], resumed) if name in flags}
-    saved_options = dict(_saved_options(as_file(config_path), program.config_type)) if config_path else {}
-    given = {path: value for path, value in saved_options.pop("given", {}).items() if path in saved_options}
-    if not resumed:  # its plan decides anew
-        saved_options |= given
-    for name, text in presets.get(saved_options.get("preset") or "", {}).items() if preset else ():
-        for path, value in _values(name, text, flags, program.config_type):
-            if saved_options.get(path) == value:
-                del saved_options[path]
-    for path, value in saved_options.items():
-        if path not in replaced:
-            set_option(config, path, value)
-    started: Any = config
-    if resumed and names.get("preset", started.preset) != started.preset:
+    flags, presets, names = program.flags, program.presets, dict(_pairs(argv, program))
+    config: Any = program.config_type()
+    if names.get("preset") not in (None, *presets):
+        raise ValueError(f"--preset {names['preset']}: expected one of {', '.join(presets)}")
+    resumed, file = _run_to_resume(names, program), names.pop("config_path", None)
+    source = resumed or (as_file(file) if file else None)
+    saved = dict(_saved_options(source, program.config_type)) if source else {}
+    given = {path: value for path, value in saved.pop("given", {}).items() if path in saved}
+    implied: dict[str, str] = {}
+    if not resumed:
+        saved |= given  # the plan decides anew
+        if preset := names.get("preset"):
+            was = _values(presets.get(saved.get("preset") or "", {}), config, flags)
+            saved = {path: value for path, value in saved.items() if path not in was or was[path] != value}
+            implied |= presets[preset]
+    groups = {name.partition(".")[0] for name in names}
+    implied |= {name: text for name, text in IMPLIED.items() if name.partition(".")[0] in groups}
+    implied = {name: text for name, text in implied.items() if name not in _replaced(names, resumed)}
+    replaced = {flags[name].path for name in _replaced([*implied, *names], resumed) if name in flags}
+    for path in saved.keys() - replaced:
+        set_option(config, path, saved[path])
+    if resumed and names.get("preset", config.preset) != config.preset:
         raise ValueError(
             f"--preset {names['preset']} with --resume: the run was started with "
-            f"{f'--preset {started.preset}' if started.preset else 'none'}, and its options stand; leave --preset out, "
+            f"{f'--preset {config.preset}' if config.preset else 'none'}, and its options stand; leave --preset out, "
             "and give the options that are to change"
         )
-    groups = lerobot_groups(flags)
-    for name, text in [*defaults.items(), *names.items()]:
-        if name in flags:
-            for path, value in _values(name, text, flags, program.config_type):
-                set_option(config, path, value)
-        else:  # an option of LeRobot's; a later value replaces an earlier one
-            prefix, _, suffix = name.partition(".")
-            path = groups[f"{prefix}."].path
-            current = {listed.partition("=")[0]: listed for listed in getattr(config, path)}
-            setattr(config, path, list((current | {f"--{suffix}": f"--{suffix}={text}"}).values()))
+    for path, value in _values(implied | names, config, flags).items():
+        set_option(config, path, value)
     named = {flags[name].path for name in names if name in flags}
     for path, value in given.items() if resumed else ():
         # A decision stays unless this command line gives the option another value; null has it decided anew.
         if path not in named or (value is not None and get_option(config, path) == value):
-            set_option(config, path, saved_options[path])
-            started.given[path] = value
+            set_option(config, path, saved[path])
+            config.given[path] = value
     if isinstance(config, Config | ValueConfig):
         mixture = config.dataset.mixture
         if isinstance(mixture, str) and mixture.startswith("@"):
@@ -244,26 +220,53 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
     return config
 
 
-def _replaced(given: Iterable[str], resumed: bool) -> set[str]:
+def _run_to_resume(names: dict[str, str], program: Program[Any]) -> Path | None:
+    """Return config.json of the run that the flags resume, or None for a new run; decide `--resume auto` in `names`."""
+    resume = names.get("resume", "false")
+    if is_auto := resume.lower() == "auto":
+        names["resume"] = resume = str(_config_of_run(names, program).is_file()).lower()
+    if resume == "false" or not program.flags["resume"].read(resume):
+        return None
+    saved, other = _config_of_run(names, program), names.pop("config_path", None)
+    if other and not is_auto and as_file(other).absolute() != saved.absolute():
+        raise ValueError("--config_path with --resume: the run goes on with its own options; leave one of them out")
+    if not saved.is_file():
+        raise FileNotFoundError(
+            f"--resume: {saved} does not exist, so {saved.parent} holds no run; leave --resume out to start "
+            "one, or give --resume auto"
+        )
+    return saved
+
+
+def _replaced(given: Iterable[str], resumed: Path | None) -> set[str]:
     """Return the flags whose preset's or saved values flags that are `given` replace."""
     rules = REPLACES if resumed else REPLACES | SOURCES
     keys = [key for name in given for key in (name, f"{name.partition('.')[0]}.*")]
     return {replaced for key in keys for replaced in rules.get(key, ())}
 
 
-def _values(name: str, text: str, flags: Mapping[str, Option], config_type: type) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each option that a flag sets: its own, and one that is `set_by` it."""
-    other = next((option for option in options_of(config_type) if option.set_by == name), None)
-    if other is None:
-        yield flags[name].path, flags[name].read(text)
-        return
-    first, comma, last = text.partition(",")
-    least = name == "scaling.num_workers"  # its minimum comes first
-    try:
-        yield name, flags[name].read(last if least and comma else first)
-        yield other.path, other.read(first if least else last) if comma else other.default
-    except ValueError:
-        raise ValueError(f"--{name}={text}: expected {flags[name].expected}") from None
+def _values(names: Mapping[str, str], config: Any, flags: Mapping[str, Option]) -> dict[str, Any]:
+    """Return the values by path that flags set: of their options, of options `set_by` them, and of LeRobot's lists."""
+    values: dict[str, Any] = {}
+    others = {option.set_by: option for option in options_of(type(config)) if option.set_by}
+    for name, text in names.items():
+        prefix, _, suffix = name.partition(".")
+        first, comma, last = text.partition(",")
+        if name not in flags:  # an option of LeRobot's; a later value replaces an earlier one
+            path = lerobot_groups(flags)[f"{prefix}."].path
+            listed = {text.partition("=")[0]: text for text in values.get(path, get_option(config, path))}
+            values[path] = list((listed | {f"--{suffix}": f"--{suffix}={text}"}).values())
+        elif name not in others:
+            values[flags[name].path] = flags[name].read(text)
+        else:
+            least = name == "scaling.num_workers"  # its minimum comes first
+            try:
+                values[name] = flags[name].read(last if least and comma else first)
+                other = others[name]
+                values[other.path] = other.read(first if least else last) if comma else other.default
+            except ValueError:
+                raise ValueError(f"--{name}={text}: expected {flags[name].expected}") from None
+    return values
 
 
 def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
@@ -334,9 +337,9 @@ def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
                 raise ValueError(f"{path}: {error}") from None
 
 
-def _config_of_run(names: Mapping[str, str], presets: Mapping[str, Mapping[str, str]]) -> Path:
+def _config_of_run(names: Mapping[str, str], program: Program[Any]) -> Path:
     """Return the path of config.json in --output_dir, whether or not the file exists."""
-    folder = names.get("output_dir") or presets.get(names.get("preset", ""), {}).get("output_dir")
+    folder = names.get("output_dir") or program.presets.get(names.get("preset", ""), {}).get("output_dir")
     if folder is None:
         raise ValueError("--resume: say which run, --output_dir FOLDER")
     path = as_path(folder) / CONFIG_NAME
