@@ -103,13 +103,14 @@ class Option:
 
     def decode(self, value: Any) -> Any:
         """Convert a value of a JSON file into a value of the option. Raises ValueError if it is invalid."""
-        with suppress(ValueError):
-            return self._bounded(as_kind(self.annotation, value))
+        if not (isinstance(value, str) and self._misspells_null(value)):
+            with suppress(ValueError):
+                return self._bounded(as_kind(self.annotation, value))
         raise ValueError(self._refused(json.dumps(value)))
 
     def read(self, text: str) -> Any:
         """Convert the text of a flag into a value of the option. Raises ValueError if it is invalid."""
-        for value in readings(text):
+        for value in readings(text) if text == "null" or not self._misspells_null(text) else ():
             with suppress(ValueError):
                 return self._bounded(as_kind(self.annotation, value))
         raise ValueError(self._refused(text))
@@ -119,16 +120,20 @@ class Option:
             for item in value:
                 self._bounded(item)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            low = value >= (-math.inf if self.min is None else self.min) and (self.above is None or value > self.above)
-            high = value <= (math.inf if self.max is None else self.max) and (self.below is None or value < self.below)
+            low = (self.min is None or value >= self.min) and (self.above is None or value > self.above)
+            high = (self.max is None or value <= self.max) and (self.below is None or value < self.below)
             if not (low and high and math.isfinite(value)):
                 raise ValueError
         return value
 
+    def _misspells_null(self, text: str) -> bool:
+        return type(None) in get_args(self.annotation) and text.strip('"').lower() in ("null", "nul", "nil", "none")
+
     def _refused(self, text: str) -> str:
         annotations = (self.annotation, *get_args(self.annotation))
         choices = [choice for kind in annotations if get_origin(kind) is Literal for choice in get_args(kind)]
-        return f"--{self.name or self.path}={text}: expected {self.expected}{did_you_mean(text, choices)}"
+        hint = "; did you mean null?" if self._misspells_null(text) else did_you_mean(text, choices)
+        return f"--{self.name or self.path}={text}: expected {self.expected}{hint}"
 
 
 def option(default: Any, help: str, *, flag: str | None = "", **attributes: Any) -> Any:
