@@ -23,7 +23,7 @@ from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.run.exported import POLICY_DIR, REPORT_NAME, policy_problem
 from vla_finetuning.run.failures import root_cause
-from vla_finetuning.run.folder import finish, own_folder, prepare_folder
+from vla_finetuning.run.folder import empty, finish, own_folder, prepare_folder
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.push import push_all
 from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error
@@ -98,7 +98,12 @@ def run_training[R: TrainingRun](
         if config.dry_run:
             return None
         prepare_folder(config)
-        stack.enter_context(track(job.output_dir, config.track, config.track_project))
+        try:
+            stack.enter_context(track(job.output_dir, config.track, config.track_project))
+        except BaseException:
+            if not config.resume:  # the same command may start again
+                empty(job.output_dir)
+            raise
         return work
 
     return run_program(argv, prepare)

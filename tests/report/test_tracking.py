@@ -15,7 +15,10 @@ from typing import get_args
 import pytest
 from tensorboard.summary.writer import event_file_writer
 
+import vla
+from tests import in_process
 from tests.buckets import Bucket, forget, runs_bucket
+from vla_finetuning import program
 from vla_finetuning.buckets import mirror
 from vla_finetuning.buckets.mirror import as_path, fetched, push, synced
 from vla_finetuning.buckets.store import StorageError
@@ -361,7 +364,7 @@ def test_missing_tracker_package_is_reported_before_writing(folder, monkeypatch,
     assert sorted(folder.rglob("*")) == before
 
 
-def test_tracker_that_cannot_open_is_error(folder, monkeypatch, capsys):
+def test_tracker_that_cannot_open_is_error(folder, tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise RuntimeError("no API key")
 
@@ -369,6 +372,11 @@ def test_tracker_that_cannot_open_is_error(folder, monkeypatch, capsys):
     monkeypatch.setitem(tracking.TRACKERS, "wandb", refuse)
     assert tracking.main([str(folder), "--track=wandb"]) == 1
     assert "--track wandb: cannot be opened: RuntimeError: no API key" in capsys.readouterr().err
+    monkeypatch.setattr(program, "require_tracker", lambda name: None)
+    started, _, _ = setting = in_process.make_setting(tmp_path / "new")
+    assert vla.main(in_process.flags(setting, track="wandb")) == 2  # and the same command may start again
+    assert "--track wandb: cannot be opened: RuntimeError: no API key" in capsys.readouterr().err
+    assert not (started / "run").exists()
 
 
 def test_code_revision_without_git_is_digest(monkeypatch):

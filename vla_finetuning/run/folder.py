@@ -326,8 +326,7 @@ def prepare_folder(config: JobOptions) -> None:
     """Write the run's options into its locked folder. A run that does not resume empties the folder first."""
     folder, checkpoints = config.folder, config.folder / CHECKPOINTS_NAME
     if not config.resume:
-        for name in _contents(folder):
-            remove(folder / name)
+        empty(folder)
     for name in filter(LEFTOVER.fullmatch, contents(folder)):
         with contextlib.suppress(OSError):  # a bucket without the right to delete
             remove(folder / name)
@@ -338,6 +337,12 @@ def prepare_folder(config: JobOptions) -> None:
     write_json(folder / CONFIG_NAME, config.to_json())  # first, as a folder without it holds no run
     checkpoints.mkdir(exist_ok=True)
     push(folder)
+
+
+def empty(folder: Path) -> None:
+    """Remove the files of a run."""
+    for name in _contents(folder):
+        remove(folder / name)
 
 
 def changed_options(config: JobOptions) -> list[str]:
