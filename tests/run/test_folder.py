@@ -35,6 +35,8 @@ def test_changed_options_are_listed_on_resume(tmp_path):
     assert changed_options(resumed) == [f"lr was 0.001, is 0.0005; {follows}", "scaling.num_workers was 2, is 4"]
     assert changed_options(replace(started, resume=True)) == []
     assert changed_options(replace(resumed, resume=False)) == []
+    idle = replace(started.dataset, max_skipped=0.5)  # --dataset.on_error is not skip
+    assert changed_options(replace(started, resume=True, dataset=idle)) == []
     earlier = started.to_json()
     del earlier["train"]["flow_weight"]  # as an earlier version wrote it
     (tmp_path / CONFIG_NAME).write_text(json.dumps(earlier))

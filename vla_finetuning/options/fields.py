@@ -192,9 +192,20 @@ def check(config: Any) -> None:
         for cls in type(group).__mro__:
             if "check" in vars(cls):
                 vars(cls)["check"](group, config)
+    idle = idle_options(config)
     for option in listed:
         if option.is_given(value := get_option(config, option.path)):
-            _check_rules(config, option, option.shown(value), options)
+            flag = option.shown(value)
+            _check_rules(config, option, flag, options)
+            if option in idle and not config.resume:
+                raise ValueError(f"{flag} does nothing without --{option.only_with}: give both, or neither")
+
+
+def idle_options(config: Any) -> list[Option]:
+    """Return the options without an effect, because the condition that they need (`only_with`) is not met."""
+    listed = options_of(type(config))
+    options = {option.name or option.path: option for option in listed}
+    return [o for o in listed if o.only_with and not _holds(config, o.only_with, options, absent=True)]
 
 
 def _groups(config: Any) -> Iterator[Any]:
@@ -217,8 +228,6 @@ def _check_rules(config: Any, option: Option, flag: str, options: Mapping[str, O
             other = options[condition.partition("=")[0]]
             reason = why if ";" in why else f"{why}; leave one of them out" if why else "give one of them"
             raise ValueError(f"{flag} with {other.shown(get_option(config, other.path))}: {reason}")
-    if option.only_with and not config.resume and not _holds(config, option.only_with, options, absent=True):
-        raise ValueError(f"{flag} does nothing without --{option.only_with}: give both, or neither")
 
 
 def _holds(config: Any, condition: str, options: Mapping[str, Option], absent: bool) -> bool:

@@ -61,7 +61,7 @@ from vla_finetuning.buckets.mirror import (
 )
 from vla_finetuning.buckets.store import ChangedError, StorageError, limit_retries
 from vla_finetuning.files import append_line, read_json, read_json_lines, read_lines, write_json
-from vla_finetuning.options.fields import leaves, options_of
+from vla_finetuning.options.fields import idle_options, leaves, options_of
 from vla_finetuning.options.job import CONFIG_NAME, PER_START, JobOptions
 from vla_finetuning.options.programs import GRPO_PRESETS, PRESETS, Config, GrpoConfig
 from vla_finetuning.run.attempts import attempts, resumed_at, trained_by
@@ -346,14 +346,15 @@ def empty(folder: Path) -> None:
 
 
 def changed_options(config: JobOptions) -> list[str]:
-    """Describe options of a resumed run that differ from its start. Call it before `prepare_folder`."""
+    """Describe options of a resumed run that differ from its start and have an effect. Call before `prepare_folder`."""
     path = config.folder / CONFIG_NAME
     if not (config.resume and path.is_file()):
         return []
     defaults = {option.path: option.default for option in options_of(type(config))}
+    idle = [option.path for option in idle_options(config)]
     saved, now = (dict(leaves(options, defaults)) for options in (json.loads(path.read_text()), config.to_json()))
     was = defaults | saved  # an earlier version wrote fewer options
-    changed = [name for name, value in now.items() if name not in (*PER_START, "given") and value != was[name]]
+    changed = [name for name, value in now.items() if name not in (*PER_START, "given", *idle) and value != was[name]]
     follows = "; the learning rate of the steps that are left changes with it"
     return [f"{name} was {was[name]}, is {now[name]}" + follows * (name in SCHEDULE) for name in changed]
 
