@@ -20,11 +20,12 @@ if __name__ == "__main__":  # help and errors come before imports that take seco
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from vla_finetuning.buckets.mirror import address, as_path, mirror_of, synced
+from vla_finetuning.buckets.mirror import address, as_path
 from vla_finetuning.evaluation.trial import compare_folders, record_trial, resolve_trial, run_trial
+from vla_finetuning.options.job import JobOptions
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.run import cluster
-from vla_finetuning.run.folder import locked
+from vla_finetuning.run.folder import claim_folder
 from vla_finetuning.terminal import print_safe, print_safe_text
 
 
@@ -42,15 +43,13 @@ def prepare(argv: list[str], stack: ExitStack) -> Work:
         print_safe_text(text)
         return lambda: int(errors > 0)
     trial = resolve_trial(parse_evaluate(argv))
-    if not mirror_of(trial.output_dir):  # a bucket has no such lock
-        stack.enter_context(locked(trial.output_dir))
+    stack.enter_context(claim_folder(JobOptions(output_dir=address(trial.output_dir), lease=trial.config.lease)))
 
     def work() -> int:
         cluster.connect()
         from vla_finetuning.report.page import write_trial_page  # not above: a comparison needs no matplotlib
 
-        with synced(trial.output_dir):
-            text, errors = run_trial(trial, write_trial_page)
+        text, errors = run_trial(trial, write_trial_page)
         print_safe_text(text)
         folder = address(trial.output_dir)
         print_safe(f"Episodes     {folder}", f"Report       {folder}/report.html")

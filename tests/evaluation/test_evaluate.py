@@ -28,10 +28,12 @@ from vla_finetuning.evaluation import trial
 from vla_finetuning.evaluation.episodes import EvaluationFolder, read_actions, read_evaluation
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.command_line import parse_evaluate
+from vla_finetuning.options.job import JobOptions
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.rollouts.episodes import OUTCOME
 from vla_finetuning.rollouts.player import Player
-from vla_finetuning.run.folder import locked
+from vla_finetuning.run import lease
+from vla_finetuning.run.folder import claim_folder
 
 SUBTASK, SELECT = "--policy.subtask=true", "--eval.controller=select_action"
 FLAGS = ["--env.type=two_bins", "--env.episode_length=12", "--eval.n_episodes=6", "--eval.env_actors=1"]
@@ -115,10 +117,12 @@ def test_latencies_are_evaluated_and_compared(evaluated, flags, tmp_path, capsys
     assert "played at other latencies: give both the same --eval.latency_s" in capsys.readouterr().err
 
 
-def test_second_evaluation_in_the_same_folder_is_refused(flags, tmp_path, capsys):
-    with locked(tmp_path / "a"):
-        assert evaluate.main([*flags, f"--output_dir={tmp_path / 'a'}"]) == 2
-    assert "a run is going on there" in capsys.readouterr().err
+def test_second_evaluation_in_the_same_folder_is_refused(flags, tmp_path, bucket_url, capsys, monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_S", 0.2)
+    for out in (str(tmp_path / "a"), bucket_url):
+        with claim_folder(JobOptions(output_dir=out)):
+            assert evaluate.main([*flags, f"--output_dir={out}"]) == 2
+        assert f"{out}: a run is going on there" in capsys.readouterr().err
 
 
 @pytest.mark.ray

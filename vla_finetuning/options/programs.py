@@ -50,6 +50,11 @@ class EvaluateConfig(EnvironmentOptions, ActingOptions, PolicyOptions):
         None,
         "Folder for episodes.jsonl: a path, s3://, gs:// or az://. An existing evaluation continues there.",
     )
+    lease: bool = option(
+        True,
+        "Let the store of output_dir refuse a second process that evaluates there. false: for a store without "
+        "conditional writes; you must then prevent a second process.",
+    )
     controller: Literal["chunk", "select_action", "rtc"] = option(
         "chunk",
         "chunk: add the state at the start of a chunk to relative actions, as PolicyServer does. select_action: add "
