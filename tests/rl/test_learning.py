@@ -503,7 +503,9 @@ def test_plan_lists_reserved_states_and_resume_requires_the_same(base, tmp_path)
     assert "Held out     6 episodes before the first iteration and every 2, by the deterministic sampler" in plan
     assert "9 initial states in 3 lists, one per task: 6 train, 2.0 groups begin in each" in plan
     assert "3 are held out of training, for evaluation: the last 1 per task (initial_states.json)" in plan
-    assert "States" not in describe_grpo(resolved(base, tmp_path / "other"))
+    timed = describe_grpo(resolved(base, tmp_path / "other", save_every_s=60, keep_best=1))
+    assert "States" not in timed
+    assert "every 2 iterations, after 60 s, and at the end, keeping the last 2 and the 1 best by success in tr" in timed
     assert "evaluation is on states that were trained" in describe_grpo(unreserved)
     assert unreserved.job.start.stream["reserved"]["far/0"] == []  # as in runs of earlier versions
     with pytest.raises(ValueError, match="near/0 has 3 initial states, and --grpo.reserved_states=3 .* give fewer"):

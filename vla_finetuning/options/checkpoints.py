@@ -25,6 +25,20 @@ class CheckpointOptions:
         min=0,
     )
 
+    @property
+    def best_kept(self) -> int:
+        """Return the number of best checkpoints to keep besides the newest."""
+        return self.keep_best
+
+    def describe_checkpoints(self, folder: str, unit: str, measure: str) -> str:
+        """Return the plan's line on checkpoints, every so many of a `unit`; `measure` ranks the best."""
+        best = f" and the {self.best_kept} best by {measure}" if self.best_kept else ""
+        seconds = "" if self.save_every_s is None else f", after {self.save_every_s:g} s,"
+        return (
+            f"Checkpoints  every {self.save_freq} {unit}{seconds} and at the end, keeping the last "
+            f"{self.keep_checkpoints}{best}, in {folder}"
+        )
+
 
 @dataclass
 class LogOptions(CheckpointOptions):
@@ -51,11 +65,6 @@ class LogOptions(CheckpointOptions):
             f"Held out     the loss on {rows} of {held_out} held-out frames of {tasks} tasks, every {self.eval_steps} "
             "steps and at the end; each row with the same noise and flow time every time"
         ]
-
-    @property
-    def best_kept(self) -> int:
-        """Return the number of best checkpoints to keep besides the newest."""
-        return self.keep_best
 
     def check(self, config: Any) -> None:
         by_loss = self.best_kept and getattr(config, "keep_best_by", "loss") == "loss"
@@ -94,17 +103,11 @@ class BestCheckpointOptions(LogOptions):
         requires={"eval_steps": "the best checkpoint has the lowest held-out loss, and none is measured"},
     )
 
-    def describe_checkpoints(self, folder: str) -> list[str]:
-        """Return the plan's lines on checkpoints."""
+    def describe_best(self, folder: str) -> str:
+        """Return the plan's line on checkpoints."""
         loss = "held-out loss" if self.eval_steps else "training loss"
-        measure = "success" if self.keep_best_by == "success" else loss
-        best = f" and the {self.best_kept} best by {measure}" if self.best_kept else ""
-        seconds = "" if self.save_every_s is None else f", after {self.save_every_s:g} s,"
-        exported = "; the best one is exported" if self.export == "best" else ""
-        return [
-            f"Checkpoints  every {self.save_freq} steps{seconds} and at the end, keeping the last "
-            f"{self.keep_checkpoints}{best}, in {folder}{exported}"
-        ]
+        line = self.describe_checkpoints(folder, "steps", "success" if self.keep_best_by == "success" else loss)
+        return line + "; the best one is exported" * (self.export == "best")
 
     @property
     def best_kept(self) -> int:

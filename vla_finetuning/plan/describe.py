@@ -60,7 +60,7 @@ def describe(run: Run) -> str:
         *([] if positive is None else config.recap.describe(positive)),
         *config.ema.describe(),
         *_held_out(config, rows),
-        *config.describe_checkpoints(address(job.checkpoints_dir)),
+        config.describe_best(address(job.checkpoints_dir)),
         *describe_trial(config, config.eval, config.env_eval_freq),
         *config.scaling.describe(job.use_gpu, config.train.precision),
     ]

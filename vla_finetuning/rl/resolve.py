@@ -257,9 +257,7 @@ def describe_grpo(run: GrpoRun) -> str:
         "by the deterministic sampler",
         *_describe_states(g, scene),
         *g.describe_recording(run.episodes),
-        f"Checkpoints  every {config.save_freq} iterations and at the end, keeping the last {config.keep_checkpoints}"
-        + (f" and the {config.keep_best} best by success in training" if config.keep_best else "")
-        + f", in {address(job.checkpoints_dir)}",
+        config.describe_checkpoints(address(job.checkpoints_dir), "iterations", "success in training"),
         *config.scaling.describe(job.use_gpu, config.train.precision),
     ]
     return "\n".join(map(escaped, lines))
