@@ -140,7 +140,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ValueError(f"{path}: cannot be read as JSON ({error}); put it back as it was, or remove it") from error
+        name = getattr(path, "url", path)  # of a bucket's local copy (`mirror.LocalCopy`)
+        raise ValueError(f"{name}: cannot be read as JSON ({error}); put it back as it was, or remove it") from error
 
 
 def read_lines(path: Path) -> list[str]:
@@ -159,7 +160,8 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         for line in read_lines(path):
             parsed.append(json.loads(line))
     except ValueError as error:
-        raise ValueError(f"{path}: line {len(parsed) + 1} cannot be read as JSON ({error}); delete it") from error
+        name = getattr(path, "url", path)
+        raise ValueError(f"{name}: line {len(parsed) + 1} cannot be read as JSON ({error}); delete it") from error
     return parsed
 
 

@@ -3,12 +3,13 @@
 import errno
 import json
 import os
+import re
 from dataclasses import replace
 
 import pytest
 
 from tests.buckets import Bucket
-from vla_finetuning.buckets.mirror import remove
+from vla_finetuning.buckets.mirror import address, as_path, remove
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.programs import PRESETS, Config, GrpoConfig, ValueConfig
@@ -120,10 +121,11 @@ def test_trained_run_without_usable_checkpoint_is_refused(tmp_path, name):
         ("metrics.jsonl", b'{"step": 1}\n\0\xff\n', "line 2 cannot be read as JSON .* delete it"),
     ],
 )
-def test_resume_names_a_file_damaged_by_a_power_cut(tmp_path, name, text, message):
-    (tmp_path / name).write_bytes(text)
-    with pytest.raises(ValueError, match=f"{name}: {message}"):
-        resumption(tmp_path)
+def test_resume_names_a_file_damaged_by_a_power_cut(tmp_path, bucket_url, name, text, message):
+    for folder in (tmp_path, as_path(bucket_url)):
+        (folder / name).write_bytes(text)
+        with pytest.raises(ValueError, match=f"^{re.escape(address(folder))}/{name}: {message}"):
+            resumption(folder)
 
 
 def test_run_without_checkpoint_restarts_at_step_0(tmp_path):

@@ -61,6 +61,10 @@ class LocalCopy(PosixPath):
         located = mirror_of(self)
         return (PosixPath, self.parts) if located is None else (_copied_path, (located[0].url, located[1]))
 
+    @property
+    def url(self) -> str:
+        return address(self)
+
 
 def _copied_path(url: str, name: str) -> Path:
     return as_path(url) / name
