@@ -128,6 +128,10 @@ def test_resume_forgets_skipped_rows_it_reads_again(tmp_path):
     log.write_text("".join(json.dumps({**line, "positions": rows}) + "\n" for rows in ([3, 5], [6])))
     keep_skipped(run.job.output_dir, 4)
     assert [json.loads(text)["positions"] for text in log.read_text().splitlines()] == [[3]]
+    with log.open("a") as file:
+        file.write('{"root": "/da')  # its process was killed: the next line must not follow on it
+    keep_skipped(run.job.output_dir, 4)
+    assert [json.loads(text)["positions"] for text in log.read_text().splitlines()] == [[3]]
 
 
 def test_rank_0_reads_rows_skipped_by_a_process_of_the_last_attempt(bucket_url):

@@ -58,15 +58,16 @@ def keep_metrics(output_dir: Path, resumed_step: int) -> Path:
 def keep_skipped(output_dir: Path, rows: int) -> None:
     """Remove void positions of `skipped.jsonl`, from `rows` on, which an attempt reads again."""
     for path in files_of_processes(output_dir / SKIPPED_NAME):
-        lines, valid = skipped_in(path), []
-        for line in lines:
+        valid = []
+        for line in skipped_in(path):
             positions = [position for position in line.get("positions", ()) if position < rows]
             if positions:
                 valid.append({**line, "positions": positions})
             elif "positions" not in line:  # of an earlier version
                 valid.append(line)
-        if valid != lines:
-            write_whole(path, "".join(json.dumps(line) + "\n" for line in valid))
+        text = "".join(json.dumps(line) + "\n" for line in valid)
+        if text != path.read_text(errors="replace"):  # half a line, too, which would spoil the next one
+            write_whole(path, text)
             push(path)
             release(path)  # a process of the last attempt may live on and append to it: fetch it again
 
