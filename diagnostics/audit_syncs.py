@@ -142,8 +142,9 @@ def _shortened(run: Run, folder: str) -> Run:
     """Return the run with one worker, two log windows and another folder."""
     train = replace(run.config.train, max_nonfinite=sys.maxsize)
     scaling, accum = replace(run.config.scaling, num_workers=1), max(2, run.config.grad_accum)
-    config = replace(run.config, output_dir=folder, train=train, scaling=scaling, grad_accum=accum)
-    return with_config(with_stub_stats(run), replace(config, log_freq=WINDOW_STEPS, eval_steps=0), 2 * WINDOW_STEPS)
+    changes: dict[str, Any] = {"log_freq": WINDOW_STEPS, "save_freq": 2 * WINDOW_STEPS, "eval_steps": 0}
+    config = replace(run.config, output_dir=folder, train=train, scaling=scaling, grad_accum=accum, **changes)
+    return with_config(with_stub_stats(run), config, 2 * WINDOW_STEPS)
 
 
 class _Watch(TorchDispatchMode):

@@ -9,9 +9,9 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 # Limit for JSON files from elsewhere, as configurations and indices of weights. Python objects take up to 25 times the
 # bytes of the text.
@@ -94,16 +94,11 @@ def drop_half_line(path: Path) -> None:
         file.truncate(end)
 
 
-def line_writer(path: Path) -> Callable[[str], None]:
-    """Return a function that appends a line to a file and flushes it. The caller must be the file's only writer."""
+def open_lines(path: Path) -> TextIO:
+    """Open a file to append lines, each of which is flushed. The caller must be the file's only writer."""
     path.parent.mkdir(exist_ok=True)
     drop_half_line(path)
-    file = open(path, "a", buffering=1)  # noqa: SIM115  (open until the process ends)
-
-    def write(line: str) -> None:
-        file.write(f"{line}\n")
-
-    return write
+    return open(path, "a", buffering=1)
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:

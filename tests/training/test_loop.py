@@ -1,8 +1,10 @@
 """A training process around its steps, without Ray: draws, stops, notices, errors, checkpoints, compiling."""
 
 import gc
+import json
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -18,14 +20,16 @@ from tests.tiny import make_base
 from util import UNWATCHED, TimedIterator
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation import after_training
+from vla_finetuning.files import open_lines, read_lines
 from vla_finetuning.policies import compiling
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.flow import sample_noise_and_time, time_without_given
 from vla_finetuning.policies.trainable import UNUSED
-from vla_finetuning.run.checkpoint import Progress
+from vla_finetuning.run.checkpoint import Progress, checkpoints
 from vla_finetuning.run.folder import STOP_NAME
 from vla_finetuning.training import callbacks, checkpoint_writer, model, state
 from vla_finetuning.training.callbacks import Checkpoints, NonfiniteSteps
+from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.feed import describe_batch
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.state import TrainState, noise_for
@@ -174,6 +178,40 @@ def test_each_preemption_notice_saves_once_also_if_deadline_follows(setting):
 
     in_process.train(run, worker=Noticed(CPU, in_process.Shard(run)), make_checkpoints=Writer)
     assert saved == [2, 5, 6] and ends == [0, 5000, 7000, 7000]
+
+
+def test_resumed_run_logs_the_same_lines_and_deletes_old_checkpoints(setting, monkeypatch):
+    """Killed after a checkpoint between two log steps, then between the last commit and the deletion."""
+    options = {"steps": 6, "grad_accum": 1, "save_freq": 3, "log_freq": 2, "keep_checkpoints": 1}
+    files = []
+    monkeypatch.setattr(callbacks, "open_lines", lambda path: files.append(open_lines(path)) or files[-1])
+
+    class Killed(state.Callback):
+        def on_step_begin(self, loop, batches):
+            if loop.step == 5:
+                raise KeyboardInterrupt
+            return batches
+
+    def lines(name, kill):
+        run = resolved(setting, **options, output_dir=setting[0] / name, **{"run.record_rows": "true"})
+        with monkeypatch.context() as patch:
+            patch.setattr(callbacks, "prune_checkpoints", lambda *_: None)
+            train = partial(in_process.train, run, make_checkpoints=CheckpointWriter)
+            if kill:
+                with pytest.raises(KeyboardInterrupt):
+                    train(worker=in_process.alone(run), callbacks=[Killed()])
+            train(worker=in_process.alone(run, first_step=3 * kill))
+        written = map(json.loads, read_lines(run.job.output_dir / "metrics.jsonl"))
+        keys = ("step", "epoch", "loss", "lr", "grad_norm", "samples")
+        return run, [[line[key] for key in keys] for line in written]
+
+    _, expected = lines("whole", False)
+    run, resumed = lines("killed", True)
+    assert resumed == expected and len(expected) == 4
+    assert len(checkpoints(run.job.checkpoints_dir)) == 2
+    in_process.train(run, worker=in_process.alone(run, first_step=6), make_checkpoints=CheckpointWriter)
+    assert [*checkpoints(run.job.checkpoints_dir)] == [6]
+    assert [file.closed for file in files] == [True, False, True, True]
 
 
 def test_callbacks_end_if_another_raises(setting):

@@ -372,7 +372,7 @@ def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: in
                 "least, or start a new run, from the policy that this one exports at its end if it is to go on with it"
             )
     stored = checkpoint_sizes(config.folder / CHECKPOINTS_NAME) if config.resume else []
-    # No checkpoint is deleted before the next one is written.
+    # No checkpoint that the run keeps is deleted before the next one is written.
     needed = max(disk_bytes - sum(stored), max(stored, default=0))
     require_space(config.folder, needed, "the checkpoints (--keep_checkpoints, --keep_best) and the trained policy")
     return newest

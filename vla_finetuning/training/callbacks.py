@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -21,7 +22,7 @@ from torch._dynamo.exc import TorchDynamoException
 from util import Batch, peak_flops
 from vla_finetuning.buckets.mirror import file_of_process
 from vla_finetuning.columns import IS_SKIPPED
-from vla_finetuning.files import append_line, line_writer, read_json_lines
+from vla_finetuning.files import append_line, open_lines, read_json_lines
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.family import MEAN_COUNT
 from vla_finetuning.policies.flow import time_without_given
@@ -69,7 +70,7 @@ class RowLog(Callback):
 
     def __init__(self, state: TrainState):
         path = state.run.job.output_dir / ROWS_NAME / f"rank{state.worker.rank}.jsonl"
-        self._append = line_writer(file_of_process(path))  # unbuffered
+        self._lines = open_lines(file_of_process(path))
         self._rows, self._schedule, self._attempt = state.run.rows, state.schedule, state.attempt.number
 
     def on_batch(self, number: int, columns: Batch, inputs: Batch) -> None:
@@ -79,7 +80,10 @@ class RowLog(Callback):
         for epoch in np.unique(epochs).tolist():
             rows, skipped = (place[(epochs == epoch) & chosen].tolist() for chosen in (~is_skipped, is_skipped))
             line = {"attempt": self._attempt, "epoch": epoch, "step": step, "rows": rows, "skipped": skipped}
-            self._append(json.dumps(line))
+            self._lines.write(f"{json.dumps(line)}\n")
+
+    def on_end(self, state: TrainState) -> None:
+        self._lines.close()
 
 
 class ExactMean(Callback):
@@ -197,13 +201,16 @@ class Checkpoints(Callback):
         self._writer = state.make_checkpoints(
             job, state.optimizer, state.worker, state.attempt.number, options.save_every_s, prune
         )
+        if state.worker.rank == 0:  # a process that was killed after a commit did not
+            with contextlib.suppress(OSError):  # of a store; the next checkpoint tries again
+                prune()
 
     def on_step_end(self, state: LoopState) -> None:
         self._eval_loss = None
 
     def wants_log(self, state: LoopState) -> bool:
-        """Return whether a checkpoint follows that needs a training loss to be ranked."""
-        return self._options.keep_best > 0 and state.every(self._options.save_freq)
+        """Return whether a checkpoint follows: a resumed run begins a line's mean there, and its loss ranks it."""
+        return state.every(self._options.save_freq)
 
     def host_metrics(self, state: LoopState) -> dict[str, float]:
         return {"save": float(state.worker.rank == 0 and self._writer.due())}
