@@ -15,8 +15,10 @@ def setting(tmp_path_factory):
     return in_process.make_setting(tmp_path_factory.mktemp("options"))
 
 
-def test_precision_of_policies_with_dtype_ignores_use_amp(setting):
-    assert resolved(setting, **{"policy.use_amp": "false"}).config.train.precision == "auto"
+def test_explicit_use_amp_false_decides_precision(setting):
+    run = resolved(setting, **{"policy.use_amp": "false", "scaling.use_gpu": "true"})
+    assert run.config.train.precision == "fp32" and not run.config.planned_in_bf16
+    assert resolved(setting, **{"policy.use_amp": "true"}).config.train.precision == "auto"
 
 
 @pytest.mark.parametrize(

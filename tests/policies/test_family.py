@@ -133,8 +133,9 @@ OPTIONS = ("--train.mode=heads", "--train.mask_padding=true", "--dataset.on_erro
 def test_registered_family_suffices_for_run(dataset, monkeypatch):
     for flag in (*OPTIONS[:3], "--train.attention=eager"):
         full = () if flag.startswith("--train.mode") else ("--train.mode=full",)
-        with pytest.raises(ValueError, match=f"pi05.*act|act.*{flag.partition('=')[0]}"):
+        with pytest.raises(ValueError, match=f"pi05.*act|act.*{flag.partition('=')[0]}") as caught:
             resolve(parse_args(flags(dataset, flag, "--steps=2", *full)), 0)
+    assert "leave it out, or give sdpa, the default" in str(caught.value)
     monkeypatch.setitem(FAMILIES, "act", Planted("act", as_lerobot=True))
     run = resolve(parse_args(flags(dataset, *OPTIONS)), 0)
     loss, _ = build_model(run.policy, torch.device("cpu"))

@@ -44,6 +44,11 @@ class PolicyOptions:
         form="""JSON, as '{"observation.images.front": "observation.images.base_0_rgb"}'""",
     )
 
+    @property
+    def policy_option_names(self) -> set[str]:
+        """Return the names of the given `policy_options`; of a field of an option, the option's."""
+        return {option.removeprefix("--").partition("=")[0].partition(".")[0] for option in self.policy_options}
+
 
 @dataclass
 class RunPolicyOptions(PolicyOptions):

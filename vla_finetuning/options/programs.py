@@ -231,7 +231,7 @@ class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyO
             raise ValueError("which policy? give --policy.path FOLDER_OR_HUB_ID: what vla.py has trained by imitation")
         if self.env_type is None:
             raise ValueError("in which environment? give --env.type two_bins")
-        if any(option.startswith("--type=") for option in self.policy_options):
+        if "type" in self.policy_option_names:
             raise ValueError("--policy.type starts from random weights, which succeed at nothing; give --policy.path")
 
     def training(self) -> Config:

@@ -83,9 +83,9 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
     refuse_update(base.config)
     config = decided(config, {"policy_revision": base.identity["revision"]})
     train_by_options(base.config, config.train, base.folder)
-    # As LeRobot trains it on GPUs, too: there `use_amp` decides for types without `dtype`.
-    refused = not hasattr(base.config, "dtype") and any(o.startswith("--use_amp") for o in config.policy_options)
-    if config.train.precision == "auto" and (family.in_float32 or refused) and not base.config.use_amp:
+    # As LeRobot trains it on GPUs, too.
+    in_float32 = family.in_float32 or "use_amp" in config.policy_option_names
+    if config.train.precision == "auto" and in_float32 and not base.config.use_amp:
         config = decided(config, {"train.precision": "fp32"})
     return config, base
 
@@ -110,7 +110,8 @@ def check_policy(
             types_with_option = types_that(lambda other: supports(other, name))  # noqa: B023  (called at once)
             raise ValueError(
                 f"--train.{name}={value} is for {types_with_option}, and the policy is of type {policy_config.type}: "
-                "leave it out; the policy's own options (--policy.*) may have an equivalent"
+                f"leave it out, or give {str(default).lower()}, the default; the policy's own options (--policy.*) may "
+                "have an equivalent"
             )
     policy_class: Any = get_policy_class(policy_config.type)
     has_targets = policy_class._get_default_peft_targets is not PreTrainedPolicy._get_default_peft_targets
@@ -229,10 +230,8 @@ def check_policy_options(config: PolicyOptions, policy_config: PreTrainedConfig)
         ),
         **({name: f"use {flag}" for name, flag in family_of(policy_config).ignored_options.items()} if trains else {}),
     }
-    for option in config.policy_options:
-        name = option.removeprefix("--").partition("=")[0]
-        if name in remedies:
-            raise ValueError(f"--policy.{name} has no effect on a '{policy_config.type}' here; {remedies[name]}")
+    for name in sorted(remedies.keys() & config.policy_option_names):
+        raise ValueError(f"--policy.{name} has no effect on a '{policy_config.type}' here; {remedies[name]}")
 
 
 # ---- options of the policy that options of the run decide -----------------------------------------------------------
@@ -242,7 +241,7 @@ def check_policy_options(config: PolicyOptions, policy_config: PreTrainedConfig)
 
 def check_decided_options(config: Config, policy_config: PreTrainedConfig, report: TrainableReport | None) -> None:
     """Refuse an option of the policy on the command line that contradicts another option of the run."""
-    explicit = {option.removeprefix("--").partition("=")[0].partition(".")[0] for option in config.policy_options}
+    explicit = config.policy_option_names
     for name, value, by in _decisions(config, policy_config, report):
         if name in explicit and _comparable(requested := getattr(policy_config, name)) != _comparable(value):
             raise ValueError(f"--policy.{name}={_format(requested)} has no effect with {by}: give one of them")

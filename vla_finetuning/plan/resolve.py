@@ -82,7 +82,7 @@ def resolve(
     recipe = make_recipe(config, base.config)
     matched = match_datasets(config, datasets, base)
     datasets = replace(datasets, metas=matched.metas)
-    check_absolute_dimensions(config.policy_options, [robot.config for robot in matched.robots])
+    check_absolute_dimensions(config.policy_option_names, [robot.config for robot in matched.robots])
     parameters = check_policy(base.config, base.folder, config.train, config.peft)
     check_decided_options(config, base.config, parameters if freezes_by_mode else None)
 

@@ -7,7 +7,7 @@ sample of rows is compared with the stored statistics before a run, and statisti
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -394,13 +394,13 @@ def absolute_dimensions(policy_config: PreTrainedConfig) -> dict[str, list[str]]
     return {joint: [name for name in names if joint.lower() in name.lower()] for joint in listed}
 
 
-def check_absolute_dimensions(options: Sequence[str], configs: Sequence[PreTrainedConfig]) -> None:
+def check_absolute_dimensions(given: Collection[str], configs: Sequence[PreTrainedConfig]) -> None:
     """Refuse a joint in --policy.relative_exclude_joints that matches no dimension of any robot.
 
     LeRobot's default and a policy's own list may name unknown joints; the plan says so.
     """
     flag = "relative_exclude_joints"
-    if not any(option.removeprefix("--").partition("=")[0] == flag for option in options):
+    if flag not in given:
         return
     if not any(getattr(config, "use_relative_actions", False) for config in configs):
         raise ValueError(

@@ -69,7 +69,7 @@ def resolve_service(config: ServeConfig) -> Service:
         policy, folder, _ = resolve_policy(config, f"{path}/{robot}" if robot else path)
         assert folder is not None  # --policy.path is required
         check_acts(policy)
-        if not any(option.startswith("--n_action_steps=") for option in config.policy_options):
+        if "n_action_steps" not in config.policy_option_names:
             # Send whole chunks: clients choose how many actions they execute.
             vars(policy)["n_action_steps"] = len(policy.action_delta_indices or [0])
         interfaces[robot] = Interface.of_export(robot, folder, policy, config.rename_map)
