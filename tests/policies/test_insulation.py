@@ -388,7 +388,7 @@ def test_action_tokenizer_without_all_bytes_is_refused(chunks, tokenizer):
     model = json.loads(tokenizer.model)
     model["model"] |= {"vocab": {"a": 0}, "merges": []}
     with pytest.raises(ValueError, match="no tokens for some values.*give --train.action_tokenizer fit"):
-        describe_tokens(replace(tokenizer, model=json.dumps(model)), sample)
+        replace(tokenizer, model=json.dumps(model)).encode(chunks)
 
 
 def test_action_tokenizer_is_deterministic_and_reloads(chunks, tokenizer, tmp_path):

@@ -103,15 +103,19 @@ class ActionTokenizer:
         write_whole(folder / MODEL_FILE, self.model)  # last: its presence means that both files exist
 
     def encode(self, chunks: np.ndarray) -> list[list[int]]:
-        """Encode chunks, float (N, T, A), as tokens, lowest frequencies first."""
+        """Encode chunks, float (N, T, A), as tokens, lowest frequencies first.
+
+        Raises ValueError for a coefficient without tokens, which `tokenizers` would leave out.
+        """
         texts = _texts(_coefficients(chunks, self.scale), self.lowest)
-        return [encoding.ids for encoding in self._bpe.encode_batch(texts, add_special_tokens=False)]
+        tokens = [encoding.ids for encoding in self._bpe.encode_batch(texts, add_special_tokens=False)]
+        if self._bpe.decode_batch(tokens, skip_special_tokens=False) != texts:
+            raise ValueError("the action tokenizer has no tokens for some values; give --train.action_tokenizer fit")
+        return tokens
 
     def decode(self, tokens: Sequence[Sequence[int]], shape: tuple[int, int]) -> np.ndarray:
         """Decode tokens to chunks of `shape` (T, A), float64 (N, T, A). Raises ValueError for another shape."""
-        texts = [self._bpe.decode(list(ids), skip_special_tokens=False) for ids in tokens]
-        if any(len(text) != math.prod(shape) for text in texts):
-            raise ValueError("the action tokenizer has no tokens for some values; give --train.action_tokenizer fit")
+        texts = self._bpe.decode_batch(tokens, skip_special_tokens=False)
         codes = np.array([[ord(letter) for letter in text] for text in texts], np.int64).reshape(-1, *shape)
         return np.asarray(idct((codes + self.lowest) / self.scale, axis=1, norm="ortho"))
 
