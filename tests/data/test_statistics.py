@@ -153,3 +153,10 @@ def nan_at(column, row):
     values = np.array(column.to_pylist(), dtype=np.float32)
     values[row, 1] = np.nan
     return pa.array(values.tolist())
+
+
+def test_matrices_of_episodes_of_one_frame_are_refused_by_name(tmp_path):
+    meta = load_metadata(make_dataset(tmp_path / "grid", episodes=(3, 2), extra_features=True))
+    meta = replace(meta, episode_length=np.array([3, 1]))
+    with pytest.raises(ValueError, match=r"grid: .*\['observation.grid'\] .* one frame, as \[1\].*leave --data"):
+        compute_as_lerobot(meta, ["observation.grid"], meta.episode_index)

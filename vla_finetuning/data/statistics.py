@@ -166,7 +166,15 @@ def compute_as_lerobot(meta: DatasetMetadata, keys: Sequence[str], episodes: np.
     for part in in_threads(meta, episodes, of_file):
         by_episode |= part
     in_order = (by_episode[episode] for episode in episodes.tolist())
-    stats = functools.reduce(lambda total, more: aggregate_stats([total, more]), in_order)
+    try:
+        stats = functools.reduce(lambda total, more: aggregate_stats([total, more]), in_order)
+    except ValueError as error:
+        matrices = [key for key in keys if len(features[key].shape) > 1]
+        raise ValueError(
+            f"dataset {meta.root}: LeRobot 0.6.1 gives statistics of {matrices} another shape in an episode of one "
+            f"frame, as {episodes[meta.episode_length[episodes] == 1][:5].tolist()}, and fails ({error}); leave "
+            "--dataset.statistics=lerobot out"
+        ) from error
     return {key: stats[feature.key] for key, feature in features.items()}
 
 
