@@ -44,7 +44,7 @@ class CheckpointOptions:
 class LogOptions(CheckpointOptions):
     """Logs and checkpoints."""
 
-    log_freq: int = option(50, "Steps between two lines of metrics.jsonl.", min=1)
+    log_freq: int = option(50, "Steps between two lines of metrics.jsonl. Each checkpoint has a line, too.", min=1)
     eval_steps: int = option(
         0,
         "Steps between measurements of the loss on held-out episodes (--dataset.eval_split). 0: never.",
