@@ -100,6 +100,7 @@ for name, (entry_point, kwargs) in DEFECTS.items():
     gymnasium.register(f"broken/{name}-v0", entry_point=entry_point, kwargs=kwargs, max_episode_steps=5)
 gymnasium.register("broken/Endless-v0", entry_point=Point)
 gymnasium.register("broken/Named-v0", entry_point=Named)
+gymnasium.register("broken/NamedByNumpy-v0", entry_point=Named, kwargs={"limit": np.int64(4)})
 gymnasium.register("broken/Unbounded-v0", entry_point=Named, kwargs={"limit": float("inf")})
 SHAPES = {"action": (3,), "agent_pos": (3,), "pixels": (32, 32, 3)}
 

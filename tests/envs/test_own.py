@@ -111,7 +111,7 @@ def test_environment_without_step_limit_is_refused():
     assert play_line(broken_makers("Endless", "--episode_length=3"))["error"] is None
     with pytest.raises(ContractError, match=message):
         play_line(task_makers(env_config("unlimited_point", [f"--discover_packages_path={BROKEN}"])))
-    for name, success in (("Named-v0", False), ("Unbounded-v0", True)):
+    for name, success in (("Named-v0", False), ("NamedByNumpy-v0", False), ("Unbounded-v0", True)):
         options = [f"--task={name}", f"--discover_packages_path={BROKEN}"]
         line = play_line(task_makers(env_config("unlimited_point", options)), action=1.0)
         assert line["error"] is None and line["success_at_end"] is success and (line["steps"] == 4) is not success

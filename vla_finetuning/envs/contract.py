@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -135,8 +136,8 @@ def checked(
     if module is not None:
         load_module(module)
     env = pickle.loads(make)()
-    if isinstance(limit := attribute(env, "_max_episode_steps"), int) and limit > 0:
-        env = gymnasium.wrappers.TimeLimit(env, limit)
+    if _is_number(limit := attribute(env, "_max_episode_steps")) and 0 < limit < math.inf:
+        env = gymnasium.wrappers.TimeLimit(env, math.ceil(limit))
     return Contract(env, shapes or {}, module is not None)
 
 
