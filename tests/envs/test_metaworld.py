@@ -76,6 +76,16 @@ def test_image_size_quality_and_rendering_follow_options():
     assert 0 < np.abs(images["full"] - images["fast"]).mean() < 40  # shadows
 
 
+@pytest.mark.parametrize("task", ["door-close-v3", "door-open-v3", "button-press-v3"])
+def test_expert_does_not_change_state(task):
+    """Experts of these tasks write to the observation that they are given."""
+    with gymnasium.make(GYM_ID, task=task, obs_type="environment_state_agent_pos") as env:
+        env.reset(seed=1)
+        before, action = env.unwrapped.state_hash(), env.unwrapped.expert_action()
+        assert env.unwrapped.state_hash() == before
+        np.testing.assert_array_equal(env.unwrapped.expert_action(), action)
+
+
 # ---- its experts in the engine --------------------------------------------------------------------------------------
 
 

@@ -65,7 +65,6 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
 
         self.task, self.task_description, self.render_mode = task, instruction, render_mode
         self.rendering, self.rendering_s = True, 0.0
-        self._expert: Any = None
         self._size, self._quality = tuple(image_size), quality
         env_class = ALL_V3_ENVIRONMENTS[task]
         self._env = env_class()
@@ -116,15 +115,12 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._renderer.render()[::-1, ::-1].copy()
 
     def expert_action(self) -> np.ndarray:
-        """Return the action of the task's scripted expert, float32 (4,), clipped to [-1, 1] as the environment does.
+        """Return the action of the task's scripted expert, float32 (4,), clipped to [-1, 1] as the environment does."""
+        from metaworld.policies import ENV_POLICY_MAP
 
-        It may have a memory, so let it act in the whole episode.
-        """
-        if self._expert is None:
-            from metaworld.policies import ENV_POLICY_MAP
-
-            self._expert = ENV_POLICY_MAP[self.task]()
-        return np.clip(self._expert.get_action(self.environment_state), -1, 1).astype(np.float32)
+        # Experts have no memory, but some write to the state that they are given.
+        action = ENV_POLICY_MAP[self.task]().get_action(self.environment_state.copy())
+        return np.clip(action, -1, 1).astype(np.float32)
 
     def close(self) -> None:
         if self._renderer is not None:
