@@ -35,6 +35,13 @@ def test_episode_selection(meta, episodes, exclude, tasks, expected):
     assert tasks != ["*cube", "*ball"] or "(episodes by pattern: '*cube' 4, '*ball' 2)" in notes[0]
 
 
+@pytest.mark.parametrize("text", ["put [A] in B", "what [now]?", "[!x] ["])
+def test_exact_task_with_characters_of_patterns_is_chosen(meta, text):
+    meta = load_metadata(meta.root)
+    meta.episode_tasks[3] = (text,)
+    assert choose_episodes(meta, tasks=[text.upper()])[0].tolist() == [3]
+
+
 def test_episode_with_second_task_is_noted(meta):
     meta = load_metadata(meta.root)
     meta.episode_tasks[1] = ("place the cube", "Pick the cube")

@@ -56,7 +56,7 @@ def choose_episodes(
 
     Args:
         episodes: candidates; None for all.
-        tasks: shell patterns (*, ?, [...], case ignored); keep episodes with a matching instruction.
+        tasks: shell patterns (*, ?, [...], case ignored); keep episodes with a matching or equal instruction.
         weight: weights of all episodes of the dataset; leave out episodes with weight 0.
     Returns:
         Episode numbers, int64, ascending, and the notes.
@@ -109,7 +109,8 @@ def _fitting(meta: DatasetMetadata, patterns: Sequence[str], episodes: np.ndarra
     available = {task for episode in episodes.tolist() for task in meta.episode_tasks[episode]}
     fitting: dict[str, set[str]] = {}
     for pattern in patterns:
-        matches = {task for task in all_tasks if fnmatch.fnmatchcase(task.lower(), pattern.lower())}
+        like = pattern.lower()
+        matches = {task for task in all_tasks if like == task.lower() or fnmatch.fnmatchcase(task.lower(), like)}
         if not matches:
             close = difflib.get_close_matches(pattern, all_tasks, n=3, cutoff=0.0)
             raise ValueError(
