@@ -131,6 +131,7 @@ class LeRobotDatasource(Datasource):
         if ranges is None:
             ranges = [frame_ranges_of(*both) for both in zip(self.metas, selected, strict=True)]
         planned, weight = planned_episodes(self.metas, ranges)
+        roots = [meta.root for meta in self.metas]
         plan = partial(
             StreamPlan,
             segment_rows=segment if order.shuffle_seed is not None else max(window, SEGMENT_ROWS),
@@ -138,13 +139,13 @@ class LeRobotDatasource(Datasource):
             cut_at=cut_at,
             weights=selection.weights,
             later_segment_rows=1 if order.global_shuffle else None,
+            roots=roots,
         )
         self.shards = 1 if order.sharding is None else order.sharding.count
         self.plan: Plan
         if order.sharding is None:
             self.plan = plan(planned, seed=order.shuffle_seed, episode_weights=weight)
         else:
-            roots = [meta.root for meta in self.metas]
             self.plan = ShardedPlan(planned, weight, order.sharding, cut_at, roots, seed=order.shuffle_seed, plan=plan)
         self._stream = order.stream or (0, self.plan.rows_per_epoch)
         self._window, self._prescribed_rows = window, order.block_rows

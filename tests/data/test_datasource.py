@@ -165,6 +165,8 @@ def test_rows_of_two_datasets_equal_lerobots(rows_here, roots, weights):
         root = {str(path): weight for path, weight in zip(root, weights, strict=True)}
         with pytest.raises(ValueError, match="a mixture.* no stored order; give a shuffle seed"):
             read_lerobot(root)
+        with pytest.raises(ValueError, match=f"of the 66 rows of an epoch, none would come from {roots['second']};"):
+            read_lerobot({**root, str(roots["second"]): 0.001}, shuffle_seed=0)
     rows = list(rows_here(root, shuffle_seed=0, shuffle_window=16))
     counts = Counter((int(r["dataset_index"]), int(r["index"])) for r in rows)
     assert len(rows) == 66

@@ -405,5 +405,5 @@ def test_mixture_occurrences_are_bounded_at_any_position(window):
 @pytest.mark.parametrize("weights", [[1, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1, 1e-6]])
 def test_invalid_shares_are_refused(weights):
     assert apportion(10, [1, 1, 1]) == [4, 3, 3]
-    with pytest.raises(ValueError, match="expected positive numbers|none would come from dataset_index 1"):
-        apportion(10, weights)
+    with pytest.raises(ValueError, match="expected positive numbers|none would come from /data/b; raise"):
+        apportion(10, weights, ["/data/a", "/data/b"])

@@ -113,6 +113,7 @@ class StreamPlan:
         episode_weights: mean number of repetitions of each entry of `episodes` per epoch, float64 (E,), positive; None
             for 1.
         later_segment_rows: `segment_rows` of the epochs of a source after its first; None for `segment_rows`.
+        roots: names of the datasets, for errors.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class StreamPlan:
         weights: Sequence[float] | None = None,
         episode_weights: np.ndarray | None = None,
         later_segment_rows: int | None = None,
+        roots: Sequence[str] = (),
     ):
         if not len(episodes):
             raise ValueError("no episodes to read: the selection is empty")
@@ -148,7 +150,8 @@ class StreamPlan:
         else:
             if len(weights) != episodes.dataset_index.max() + 1:
                 raise ValueError(f"{len(weights)} weights for {episodes.dataset_index.max() + 1} datasets")
-            source_of, self._interleaver = episodes.dataset_index, Interleaver(apportion(self.rows_per_epoch, weights))
+            counts = apportion(self.rows_per_epoch, weights, roots)
+            source_of, self._interleaver = episodes.dataset_index, Interleaver(counts)
         members = [np.flatnonzero(source_of == number) for number in range(len(self._interleaver.counts))]
 
         def sources(rows: int, cut_at: int) -> list[_Source]:

@@ -90,10 +90,10 @@ class Interleaver:
         return counts
 
 
-def apportion(rows: int, weights: Sequence[float]) -> list[int]:
+def apportion(rows: int, weights: Sequence[float], names: Sequence[str] = ()) -> list[int]:
     """Split `rows` into whole numbers in proportion to `weights`, by largest remainder.
 
-    Raises ValueError for weights that are not positive numbers, or so small that one gets no row.
+    Raises ValueError for weights that are not positive numbers, or so small that one of `names` gets no row.
     """
     if not all(math.isfinite(w) and w > 0 for w in weights):
         raise ValueError(
@@ -105,8 +105,9 @@ def apportion(rows: int, weights: Sequence[float]) -> list[int]:
     for i in by_remainder[: rows - sum(counts)]:
         counts[i] += 1
     if 0 in counts:
+        name = names[counts.index(0)] if names else f"dataset_index {counts.index(0)}"
         raise ValueError(
-            f"mixture weights {list(weights)}: of the {rows} rows of an epoch, none would come from dataset_index "
-            f"{counts.index(0)}; raise its weight or leave it out"
+            f"mixture weights {list(weights)}: of the {rows} rows of an epoch, none would come from {name}; raise its "
+            "weight or leave it out"
         )
     return counts
