@@ -26,6 +26,7 @@ from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.envs.two_bins import TwoBins
+from vla_finetuning.envs.writing import merge_datasets
 from vla_finetuning.files import read_lines
 from vla_finetuning.rl import recording
 from vla_finetuning.rl.recording import pending_dataset, read_episodes, record_rollouts, write_episodes
@@ -98,6 +99,21 @@ def test_expert_error_skips_only_its_episode(tmp_path, monkeypatch):
     assert [dataset.meta.episodes[i]["length"] for i in range(2)] == [len(episode) for episode in frames]
     with pytest.raises(ContractError, match="no plan"):
         write_share(tmp_path / "none", makers, partial(play, error=ContractError), share, config)
+
+
+def test_frames_too_small_for_the_encoder_are_written_as_images(tmp_path):
+    config, rng = env_config("two_bins"), np.random.default_rng(0)
+    makers, sizes = task_makers(config), {"observation.images.low": (24, 200), "observation.images.narrow": (40, 16)}
+    frames = [{key: rng.integers(0, 255, (*size, 3), np.uint8) for key, size in sizes.items()} for _ in range(4)]
+    play, share = lambda env, seed: [frame | {"task": "go"} for frame in frames], [(next(iter(makers)), 0)]
+    for number in range(2):
+        assert write_share(tmp_path / str(number), makers, play, share, config) == ([True], [])
+    merge_datasets("recorded/small", [tmp_path / "0", tmp_path / "1"], tmp_path / "dataset")
+    dataset = LeRobotDataset("recorded/small", root=tmp_path / "dataset")
+    assert len(dataset) == 8 and not dataset.meta.video_keys
+    for row, frame in zip(dataset, frames * 2, strict=True):
+        for key in sizes:
+            np.testing.assert_array_equal(np.round(row[key].permute(1, 2, 0).numpy() * 255), frame[key])
 
 
 def test_recording_limits_environment_time_and_reports_dead_task(tmp_path, monkeypatch):

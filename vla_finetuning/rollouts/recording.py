@@ -45,6 +45,9 @@ if TYPE_CHECKING:  # experts are recorded without PyTorch
 REPO_ID, SUCCESS = "recorded/episodes", "next.success"  # LeRobot's writer needs a name; nothing reads it
 # Episodes that one task writes as a dataset of its own; more would balance worse, fewer would mostly start processes.
 SHARE_EPISODES = 10
+# Least height and width of a video. LeRobot's encoder, SVT-AV1 3.0.0 of PyAV 15.1, kills the process at widths, and at
+# some heights, of 24 pixels or less. Smaller cameras are written as images.
+MIN_VIDEO_SIDE = 25
 # Interval of lines about parts while none is written.
 TELL_EVERY_S = 300.0
 # A frame as LeRobot's writer takes it.
@@ -130,7 +133,8 @@ def _feature(value: np.ndarray | str, names: Sequence[str] | None) -> dict[str, 
     if isinstance(value, str):
         return {"dtype": "string", "shape": (1,), "names": None}
     if value.ndim == 3:
-        return {"dtype": "video", "shape": value.shape, "names": ["height", "width", "channels"]}
+        dtype = "video" if min(value.shape[:2]) >= MIN_VIDEO_SIDE else "image"
+        return {"dtype": dtype, "shape": value.shape, "names": ["height", "width", "channels"]}
     return {"dtype": str(value.dtype), "shape": value.shape, "names": None if names is None else list(names)}
 
 
