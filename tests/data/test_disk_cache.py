@@ -132,14 +132,15 @@ def test_killed_writer_leaves_no_readable_entry(folder, kind):
         from pathlib import Path
         from tests.data.test_disk_cache import *
         cache, written = opened(Path(sys.argv[1])), []
-        def dying(file, parts, write=disk_cache._write_all):
-            written.append(file)
-            if sys.argv[2] == "records" and len(written) < 3:
-                return write(file, parts)
-            write(file, [bytes(parts[0])[:-1]])
+        def dying(descriptor, parts, at, write=os.pwritev):
+            written.append(at)
+            if len(written) < 3:
+                return write(descriptor, parts, at)
+            write(descriptor, [bytes(parts[0])[:-1]], at)
             os.kill(os.getpid(), signal.SIGKILL)
-        disk_cache._write_all = dying
+        os.pwritev = dying
         if sys.argv[2] == "file":
+            cache.checksum = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             cache.write(place(cache), RECORD)
         cache.write_records(place(cache), KEYS, FRAMES)
     """)

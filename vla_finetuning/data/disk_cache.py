@@ -165,11 +165,14 @@ class DiskCache:
             if not self.is_writable or not self.reserve(sum(_stride(memoryview(record).nbytes) for record in records)):
                 return
             descriptor = self._open_to_write(path, os.O_WRONLY | os.O_CREAT)
-            with open(descriptor, "wb", buffering=0) as file:
+            try:
                 for key, record in zip(keys, records, strict=True):
                     record = memoryview(record).cast("B")
-                    file.seek(key[0] * _stride(len(record)))
-                    _write_all(file, (record, self._record_checksum(path, key, record)))
+                    # A record that is cut short lacks its checksum, and counts as absent.
+                    parts = record, self._record_checksum(path, key, record)
+                    os.pwritev(descriptor, parts, key[0] * _stride(len(record)))
+            finally:
+                os.close(descriptor)
 
     def write(self, path: Path, data: Any) -> None:
         """Store a buffer as a file of a folder from `content`, if there is capacity."""
@@ -180,8 +183,9 @@ class DiskCache:
             partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
             descriptor = self._open_to_write(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
-                with open(descriptor, "wb", buffering=0) as file:
-                    _write_all(file, (data, self.checksum(path, [data])))
+                with open(descriptor, "wb") as file:
+                    file.write(data)
+                    file.write(self.checksum(path, [data]))
                 os.rename(partial, path)
             except OSError:
                 with contextlib.suppress(OSError):
@@ -366,13 +370,6 @@ def is_in_memory(folder: Path) -> bool:
 def _stride(record_bytes: int) -> int:
     """Return the bytes from a record to the next: whole disk blocks, so that a sparse file has no other overhead."""
     return -(-(record_bytes + _CHECKSUM_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
-
-
-def _write_all(file: Any, parts: Iterable[Any]) -> None:
-    for part in parts:
-        rest = memoryview(part)
-        while rest:
-            rest = rest[file.write(rest) :]
 
 
 def _disk_bytes(folder: Path) -> tuple[int, float]:
