@@ -40,13 +40,13 @@ def frame_ranges_of(
         skip_unreadable: as of `moving_runs`.
     """
     if skip_idle is None:
-        stretches = np.stack([episodes, np.zeros_like(episodes), meta.episode_length[episodes]], axis=1)
+        runs = np.stack([episodes, np.zeros_like(episodes), meta.episode_length[episodes]], axis=1)
     else:
-        stretches = moving_runs(meta, episodes, keys, skip_idle, skip_unreadable)
-    episode, first, frames = stretches.T
-    moving, frames = frames, np.minimum(frames, meta.episode_length[episode] - dropped - first)
+        runs = moving_runs(meta, episodes, keys, skip_idle, skip_unreadable)
+    episode, first, length = runs.T
+    frames = np.minimum(length, meta.episode_length[episode] - dropped - first)
     used = frames > 0 if weight is None else (frames > 0) & (weight[episode] > 0)
-    moving = int(moving[np.isin(episode, episode[used])].sum())
+    moving = int(length[np.isin(episode, episode[used])].sum())
     episode, first, frames = (np.ascontiguousarray(column[used]) for column in (episode, first, frames))
     return FrameRanges(episode, first, frames, None if weight is None else weight[episode], moving)
 
@@ -59,14 +59,14 @@ def table(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> l
     """
     names = [(meta.episode_tasks[episode] or ("",))[0] for episode in episodes.tolist()]
     tasks, task = np.unique(np.array(names, object), return_inverse=True)
-    stretch_task, count = task[np.searchsorted(episodes, ranges.episode)], len(tasks)
+    range_task, count = task[np.searchsorted(episodes, ranges.episode)], len(tasks)
     weight = 1.0 if ranges.weight is None else ranges.weight
     columns = np.stack(
         [
             np.bincount(task, minlength=count),
             np.bincount(task, meta.episode_length[episodes], count),
-            np.bincount(stretch_task, ranges.frames, count),
-            np.bincount(stretch_task, ranges.frames * weight, count),
+            np.bincount(range_task, ranges.frames, count),
+            np.bincount(range_task, ranges.frames * weight, count),
         ]
     )
     order = np.argsort(-abs(columns[3] - columns[1]), kind="stable")[: MAX_TASKS if count > 1 else 0]
