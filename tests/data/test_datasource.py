@@ -24,10 +24,11 @@ from tests import clusters
 from tests.datasets import add_subtasks, datasource, edit_json, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import rows as lerobot_rows
+from vla_finetuning.data.dataset import FRAME_FEATURES
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.plan import _Source
 from vla_finetuning.data.read_tasks import BlockShare, reads_per_task
-from vla_finetuning.data.rows import BOOKKEEPING, read_rows
+from vla_finetuning.data.rows import read_rows
 from vla_finetuning.plan.mixture import check_same_features
 
 TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"
@@ -650,7 +651,7 @@ def test_datasets_of_different_features_share_columns(roots):
         datasource(metas)
     shared = ["action", "observation.state"]
     columns = datasource(metas, camera_keys=[], columns=shared).columns()
-    assert set(columns) <= {*shared, *BOOKKEEPING, "task", "dataset_index"}
+    assert set(columns) <= {*shared, *FRAME_FEATURES, "task", "dataset_index"}
 
 
 def test_frame_cache_folder_is_expanded(roots, rows_here):

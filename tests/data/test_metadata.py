@@ -330,6 +330,8 @@ def drop_all_episodes(root):
         feature("shape is 3", shape=3),
         feature("names is 3", names=3),
         feature("expected three numbers for a camera", TOP, shape=[48, 64]),
+        feature("dtype is string, .*expected numbers", "timestamp", dtype="string"),
+        feature(r"shape is \[2\], expected numbers", "index", shape=[2]),
         feature("info is 'h264'", TOP, info="h264"),
         tasks(r"expected the columns task_index and task.*found \['task'\]", drop=["task_index"]),
         tasks("task_index 0 is both 'a' and 'b'", task_index=[0, 0]),

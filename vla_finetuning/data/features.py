@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.data.dataset import CAMERA_DTYPES, DatasetMetadata, Feature
+from vla_finetuning.data.dataset import CAMERA_DTYPES, FRAME_FEATURES, DatasetMetadata, Feature
 from vla_finetuning.data.reader import frame_spec
-from vla_finetuning.data.rows import BOOKKEEPING, row_kind
+from vla_finetuning.data.rows import row_kind
 
 
 def resolve_delta_indices(
@@ -71,7 +71,7 @@ def common_features(
     image_size: tuple[int, int] | None,
     padded: bool = False,
 ) -> dict[str, Feature]:
-    """Return the features of a row: cameras, columns and bookkeeping, in which all datasets must agree.
+    """Return the features of a row: cameras, columns and `FRAME_FEATURES`, in which all datasets must agree.
 
     With `padded` (`options.Features`), datasets may lack cameras, and a vector is as long as the longest. Raises
     ValueError for unknown cameras, or features that differ between datasets.
@@ -84,7 +84,7 @@ def common_features(
         features = {}
         for key, feature in meta.features.items():
             selected = camera_keys if key in meta.camera_keys else columns
-            if selected is None or key in selected or key in BOOKKEEPING:
+            if selected is None or key in selected or key in FRAME_FEATURES:
                 features[key] = feature
         if padded and chosen:
             chosen, features = _padded_alike(chosen, features)

@@ -469,6 +469,8 @@ def _parse_feature(key: str, raw: Any) -> Feature:
         raise ValueError(f"{label}: shape is {shape!r:.100}, expected 1 to 5 positive whole numbers")
     if dtype in CAMERA_DTYPES and len(shape) != 3:
         raise ValueError(f"{label}: shape is {shape}, expected three numbers for a camera (height, width, 3)")
+    if key in FRAME_FEATURES and (dtype not in NUMERIC_DTYPES or shape != [1]):
+        raise ValueError(f"{label}: dtype is {dtype}, shape is {shape}, expected numbers of shape [1]")
     video_info = raw.get("video_info")  # before LeRobot v2.1
     if not isinstance(info or {}, dict) or not isinstance(video_info or {}, dict):
         raise ValueError(f"{label}: info is {info or video_info!r:.50}, expected an object")

@@ -22,7 +22,14 @@ from ray.data.extensions import ArrowTensorArray
 from vla_finetuning.buckets.mirror import file_of_process, push
 from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.columns import IS_SKIPPED
-from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMetadata, Feature, naming_file
+from vla_finetuning.data.dataset import (
+    CAMERA_DTYPES,
+    FRAME_FEATURES,
+    NUMERIC_DTYPES,
+    DatasetMetadata,
+    Feature,
+    naming_file,
+)
 from vla_finetuning.data.parquet_columns import Column, DataFile, Span, numbers, read_numbers, read_values
 from vla_finetuning.data.reader import ReadOptions, frame_spec
 from vla_finetuning.data.reused_memory import copy_reusing, empty
@@ -34,10 +41,6 @@ from vla_finetuning.files import append_line
 logger = logging.getLogger(__name__)
 
 IS_PAD = "_is_pad"
-# Columns that data files have (some may be counted instead: `metadata.COUNTED_FEATURES`), with their dtypes in a row.
-BOOKKEEPING = {name: np.int64 for name in ("index", "episode_index", "frame_index", "task_index")} | {
-    "timestamp": np.float32
-}
 
 
 @dataclass(frozen=True)
@@ -227,33 +230,22 @@ def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
     data_file = DataFile(meta.fs, meta.path(file), label, meta.cache_name, identity)
     spans = [Span(f"episode {e.episode_index}", e.data_row + e.first, e.data_row + e.last) for e in members]
 
-    needed = {
-        ("", key): Column(key, np.dtype(dtype), (1,))
-        for key, dtype in BOOKKEEPING.items()
-        if not meta.features[key].counted
-    }
-    row_columns = {key: [Column(c.key, row_dtype(c), c.shape) for c in features[key].columns] for key in numeric}
-    needed |= {("row", column.key): column for group in row_columns.values() for column in group}
-    distinct = list(dict.fromkeys(needed.values()))
-    arrays = dict(zip(distinct, read_numbers(data_file, distinct, spans), strict=True))
+    stored = {c.key: c for key in (*FRAME_FEATURES, *numeric) for c in meta.features[key].columns}
+    columns = [Column(c.key, row_dtype(c), c.shape) for c in stored.values()]
+    arrays = dict(zip(stored, read_numbers(data_file, columns, spans), strict=True))
     begin = np.cumsum([0, *map(len, spans)])
     for e, at in zip(members, begin.tolist(), strict=False):
         e.numbers_offset = at - e.first
-    bookkeeping = {key: arrays[needed["", key]] for key in BOOKKEEPING if ("", key) in needed}
     for e in members:
         row = np.arange(e.numbers_offset + e.first, e.numbers_offset + e.last)
-        _check_rows(e, bookkeeping, row)
-        e.timestamps = bookkeeping["timestamp"][row].astype(np.float64)
+        _check_rows(e, arrays, row)
+        e.timestamps = arrays["timestamp"][row].astype(np.float64)
     frame = np.concatenate([np.arange(e.first, e.last) for e in members])
-    start = np.repeat([e.start for e in members], list(map(len, spans)))
-    counted = {"frame_index": frame, "index": start + frame}
+    # `index` is the place in the dataset, whatever the file's own numbering.
+    arrays["index"] = np.repeat([e.start for e in members], list(map(len, spans))) + frame
+    arrays.setdefault("frame_index", frame)
     for key in numeric:
-        # `index` is the place in the dataset, whatever the file's own numbering.
-        if key == "index" or features[key].counted:
-            values = counted[key]
-        else:
-            stored = {column.key: arrays[column] for column in row_columns[key]}
-            values = features[key].values(stored, len(frame))
+        values = features[key].values(arrays, len(frame))
         if (order := features[key].order) is not None:
             values = values[:, list(order)]
         for e in members:
@@ -264,7 +256,7 @@ def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
             _fill_texts(data_file, key, feature, members, out)
     for e in members:
         if "task" in options.columns:
-            task_index = bookkeeping["task_index"][e.numbers_offset + e.frame]
+            task_index = arrays["task_index"][e.numbers_offset + e.frame]
             out.column("task", (), object)[e.position] = _task_names(e, task_index)
         if "dataset_index" in options.columns:
             out.column("dataset_index", (), np.int32)[e.position] = e.dataset_index
@@ -274,17 +266,17 @@ def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
                 out.column(key + IS_PAD, pad.shape[1:], bool)[e.position] = pad
 
 
-def _check_rows(e: _Episode, bookkeeping: dict[str, np.ndarray], row: np.ndarray) -> None:
+def _check_rows(e: _Episode, arrays: dict[str, np.ndarray], row: np.ndarray) -> None:
     """Raise ValueError unless the rows read are those of the episode: a wrong file index must not pass unnoticed.
 
     Without `frame_index`, the rows' `index` must be consecutive, if the file has it.
     """
-    episode, frame = bookkeeping["episode_index"][row], np.arange(e.first, e.last)
+    episode, frame = arrays["episode_index"][row], np.arange(e.first, e.last)
     stored = frame
-    if "frame_index" in bookkeeping:
-        stored = bookkeeping["frame_index"][row]
-    elif "index" in bookkeeping:
-        index = bookkeeping["index"][row]
+    if "frame_index" in arrays:
+        stored = arrays["frame_index"][row]
+    elif "index" in arrays:
+        index = arrays["index"][row]
         stored = index - index[0] + e.first
     wrong = (episode != e.episode_index) | (stored != frame)
     if wrong.any():
