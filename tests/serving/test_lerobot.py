@@ -95,6 +95,7 @@ def test_mismatched_robot_is_refused_at_setup(addresses, setup, error):
     [
         (observation(top=None), "lacks top, which the robot announced"),
         (observation(x="far"), "observation's x are no numbers"),
+        (observation(x=10**400), "'observation.state' is object .3,.: send a vector of numbers"),
         (observation(step=-1), "timestep -1: expected a whole number"),
         (TimedObservation(timestamp="noon", timestep=0, observation={}), "timestamp 'noon': expected seconds"),
         (b"\x80\x04.", "no pickle of TimedObservation"),

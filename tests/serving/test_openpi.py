@@ -13,6 +13,7 @@ from tests.rollouts.test_player import observed
 from tests.serving.servers import InProcess, make_export, make_service, served
 from vla_finetuning.envs.protocol import select_rows
 from vla_finetuning.serving.openpi import pack, unpack
+from vla_finetuning.serving.replicas import Request, compute
 
 INSTRUCTION = "go to the red bin"
 TOKEN = "0123456789abcdef"
@@ -91,6 +92,7 @@ def test_damaged_or_hostile_message_is_refused(data, error):
         (message(**{"observation.images.top": np.zeros((8, 8, 3), np.float32)}), "is float32 .8, 8, 3.: send RGB"),
         (message(**{"observation.state": np.zeros(7, np.float32)}), "has 7 entries.*trained with 3 .x, y, z.:"),
         (message(**{"observation.state": np.full(3, np.nan)}), "not finite"),
+        (message(**{"observation.state": [[1.0], [2.0, 3.0]]}), "'observation.state' is list: send a vector"),
         (without("prompt"), "needs an instruction.*there is none"),
         (message(prompt=3), "needs an instruction.*it is int"),
         (message(**{f"x{i}": 0.0 for i in range(100_000)}), "has more than 1000 names"),
@@ -103,6 +105,15 @@ def test_invalid_request_is_refused_and_session_continues(openpi, service, addre
     with pytest.raises(RuntimeError, match=error):
         client.infer(sent)
     np.testing.assert_array_equal(client.infer(message())["actions"], expected(service, "wrong", 0))
+
+
+def test_request_that_fails_does_not_fail_its_batch(service, handle):
+    read, key = service.interfaces[""].read, (service.config.seed, "batch", 0, 0)
+    requests = [Request("", *read(message(prompt=text)), key) for text in (INSTRUCTION, "go " * 100, INSTRUCTION)]
+    first, error, last = compute(handle._players, requests)
+    for answer in (first, last):
+        np.testing.assert_array_equal(answer.actions, expected(service, "batch", 0))
+    assert "has 111 tokens, more than" in error
 
 
 def test_foreign_names_are_mapped_and_vectors_joined(service, tmp_path):

@@ -91,7 +91,7 @@ class _Client:
             raise ValueError(f"the observation's {', '.join(wrong)} are no numbers")
         message = {f"{OBS_IMAGES}.{name}": raw[name] for name in self.cameras} | {"task": raw.get("task", "")}
         if self.joints:
-            message[OBS_STATE] = np.array([raw[joint] for joint in self.joints], np.float32)
+            message[OBS_STATE] = [raw[joint] for joint in self.joints]
         return self.session.interface.read(message)
 
 

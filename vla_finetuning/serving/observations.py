@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,10 @@ def _image(name: str, value: Any) -> np.ndarray:
 
 
 def _vector(name: str, value: Any) -> np.ndarray:
-    array = np.atleast_1d(np.asarray(value)) if isinstance(value, (np.ndarray, np.number, float, int, list)) else None
+    array = None
+    if isinstance(value, (np.ndarray, np.number, float, int, list)):
+        with suppress(ValueError):  # lists of unequal lengths
+            array = np.atleast_1d(np.asarray(value))
     if array is None or array.dtype.kind not in "fiu" or array.ndim != 1:
         description = type(value).__name__ if array is None else f"{array.dtype} {array.shape}"
         raise ValueError(f"{name!r} is {description}: send a vector of numbers")

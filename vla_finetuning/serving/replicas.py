@@ -44,7 +44,7 @@ class Answer:
 
 
 def compute(players: Mapping[str, Player], requests: Sequence[Request]) -> list[Answer | str]:
-    """Answer requests, in batches of equal robot and image sizes; a failed batch is answered with an error message."""
+    """Answer requests, in batches of equal robot and image sizes; those that fail alone too with an error message."""
     groups: dict[Any, list[int]] = {}
     for i, request in enumerate(requests):
         shapes = sorted((name, array.shape) for name, array in leaves(request.observation))
@@ -58,8 +58,9 @@ def compute(players: Mapping[str, Player], requests: Sequence[Request]) -> list[
             chunks = players[robot](observation, instructions, keys)
             seconds = time.perf_counter() - started
             answers |= {i: Answer(chunk, len(group), seconds) for i, chunk in zip(rows, chunks, strict=True)}
-        except Exception as error:  # other groups are still answered
-            answers |= dict.fromkeys(rows, root_cause(error))
+        except Exception as error:  # other rows are still answered
+            alone = [root_cause(error)] if len(rows) == 1 else [compute(players, [request])[0] for request in group]
+            answers |= dict(zip(rows, alone, strict=True))
     return [answers[i] for i in range(len(requests))]
 
 
