@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -89,6 +90,15 @@ def test_training_run_evaluates_its_checkpoints(ray_cluster, setting, monkeypatc
     assert all(torch.equal(weights[name], exported[name]) for name in exported)
     started = run.policy.start().state_dict()
     assert any(not torch.equal(weights[name], started[name]) for name in exported)
+
+
+def test_checkpoint_acts_in_precision_of_its_export(resolved, monkeypatch):
+    (robot,) = resolved.robots
+    robot = replace(robot, config=replace(robot.config, use_amp=True))
+    train = replace(resolved.policy.train, precision="fp32")
+    run = replace(resolved, policy=replace(resolved.policy, robots=(robot,), train=train))
+    monkeypatch.setattr(during.ray, "remote", lambda **_: Mock())
+    assert not Evaluator(run, policy_at)._source(run.job.checkpoints_dir).config.use_amp
 
 
 class StandInPlay:

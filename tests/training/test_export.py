@@ -24,7 +24,7 @@ from vla_finetuning.plan.robot_facts import learned_files
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
-from vla_finetuning.training.export import export, exported_checkpoint, exported_config, policy_at
+from vla_finetuning.training.export import export, exported_checkpoint, policy_at
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 # Fields of a policy for another robot, from which runs start.
@@ -201,12 +201,12 @@ def test_training_with_action_prefixes_is_exported_and_works_with_rtc(folder, tm
 def test_freeze_options_are_exported_from_train_mode(folder):
     for mode, part in {"full": False, "expert": True}.items():
         run = trained(folder, f"--dataset.root={folder / 'humanoid'}", "--output_dir=x", mode=mode)
-        config = exported_config(run.policy)
+        config = run.policy.exported_config()
         assert (config.train_expert_only, config.freeze_vision_encoder) == (part, part), mode
     run.policy.config.use_amp = True
-    assert exported_config(run.policy).use_amp
+    assert run.policy.exported_config().use_amp
     in_float32 = replace(run.policy, train=replace(run.policy.train, precision="fp32"))
-    assert not exported_config(in_float32).use_amp
+    assert not in_float32.exported_config().use_amp
     assert {"train_expert_only", "freeze_vision_encoder"} <= family_of(config).ignored_options.keys()
 
 

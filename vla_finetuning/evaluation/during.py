@@ -9,7 +9,6 @@ capacity, are made after it is resumed, at the latest at its end.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import logging
 import sys
@@ -215,7 +214,7 @@ class Evaluator:
 
     def _source(self, checkpoint: Path) -> PolicySource:
         """Return the policy of a checkpoint; a Ray task puts its weights into the object store."""
-        run, config = self._run, copy.deepcopy(self._run.policy.config)
+        run, config = self._run, self._run.policy.exported_config()
         return PolicySource(
             checkpoint,
             config,

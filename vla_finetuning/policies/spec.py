@@ -5,6 +5,7 @@ The driver makes it; training workers call `PolicySpec.start` and `PolicySpec.pr
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from vla_finetuning.policies.loading import WEIGHTS_FILE, fetch_pretrained, load
 from vla_finetuning.policies.matching import FeatureMatch
 from vla_finetuning.policies.optim import Recipe
 from vla_finetuning.policies.pipelines import Stats, load_processors, make_processors
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import TrainableReport, with_float32_masters
 
 Processors = tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]
@@ -190,6 +192,26 @@ class PolicySpec:
             assert folder is not None
             return load_processors(folder, config, trusted=self.trusted)
         return make_processors(folder, config, robot.stats, trusted=self.trusted)
+
+    def exported_config(self) -> PreTrainedConfig:
+        """Return LeRobot's configuration of a robot's policy, with the options that the run replaces.
+
+        `optimizer_*` and `scheduler_*` stay, as with `lerobot-train`.
+        """
+        config = copy.deepcopy(self.config)
+        partly_frozen = self.train.mode != "full" and not self.adapters.enabled
+        replaced = {
+            "train_expert_only": partly_frozen,
+            "freeze_vision_encoder": partly_frozen,
+            "compile_model": False,  # a setting of the process, not of the policy
+            "gradient_checkpointing": False,
+        }
+        for name in replaced.keys() & family_of(config).ignored_options.keys():
+            setattr(config, name, replaced[name])
+        config.use_peft = False
+        if self.train.precision == "fp32":  # LeRobot would act in float16, which nothing trained
+            config.use_amp = False
+        return config
 
     @property
     def augments(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -117,34 +116,13 @@ def export_run(run: Run) -> None:
 
 def in_own_names(spec: PolicySpec) -> tuple[Processors, PreTrainedConfig, dict[str, str]]:
     """Return the processors and configuration of a robot's export, and the map of names that it still renames."""
-    config, (before, after), (robot,) = exported_config(spec), spec.processors(), spec.robots
+    config, (before, after), (robot,) = spec.exported_config(), spec.processors(), spec.robots
     rename_map = {**saved_names(before), **robot.rename_map}
     names, reason = own_camera_names(config, rename_map)
     names = {} if reason else names
     renamed = {key: name for key, name in rename_map.items() if name not in names}
     pipelines = pipeline_with_names(before, names, renamed), pipeline_with_names(after, names, renamed)
     return pipelines, config_with_names(config, names), renamed
-
-
-def exported_config(spec: PolicySpec) -> PreTrainedConfig:
-    """Return LeRobot's configuration of a robot's policy, with the options that the run replaces.
-
-    `optimizer_*` and `scheduler_*` stay, as with `lerobot-train`.
-    """
-    config = copy.deepcopy(spec.config)
-    partly_frozen = spec.train.mode != "full" and not spec.adapters.enabled
-    replaced = {
-        "train_expert_only": partly_frozen,
-        "freeze_vision_encoder": partly_frozen,
-        "compile_model": False,  # a setting of the process, not of the policy
-        "gradient_checkpointing": False,
-    }
-    for name in replaced.keys() & family_of(config).ignored_options.keys():
-        setattr(config, name, replaced[name])
-    config.use_peft = False
-    if spec.train.precision == "fp32":  # LeRobot would act in float16, which nothing trained
-        config.use_amp = False
-    return config
 
 
 @contextlib.contextmanager
