@@ -129,7 +129,7 @@ def read_rows(context: ReadContext, runs: np.ndarray, options: ReadOptions) -> I
         columns["position"] = positions
     for first in range(0, total, options.block_rows):
         last = min(first + options.block_rows, total)
-        if last == total:
+        if last == total and first:
             # The consumer keeps this block until it asks for the next one: copy it, to free the memory of the others.
             columns = {key: copy_reusing(values[first:last]) for key, values in columns.items()}
             first, last = 0, last - first
