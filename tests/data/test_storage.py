@@ -69,7 +69,7 @@ def assert_random_reads_are_right(file):
 
 def test_transient_faults_are_retried(store):
     """Every range is refused in one way and then in another, and comes out right."""
-    faults = [["503", "cut"], ["reset", "503"], ["cut", "reset"], ["503", "reset"]]
+    faults = [["503", "cut"], ["reset", "short"], ["cut", "reset"], ["short", "503"]]
     faults_of_range = {}
 
     def choose(request):

@@ -123,17 +123,10 @@ class Store:
 
     def download(self, key: str, content: Content, file: Path) -> None:
         """Write an object into a local file, in pieces. Raises ChangedError if the object is not `content`."""
-
-        def receive(start: int) -> bytes:
-            end = min(start + PIECE_BYTES, content.size)
-            data = self.range(key, start, end, content.tag)
-            if len(data) != end - start:
-                raise StorageError(f"{self._url(key)}: {len(data)} bytes, expected {end - start}")
-            return data
-
         with open(file, "wb") as target:
             for starts in itertools.batched(range(0, content.size, PIECE_BYTES), PIECES):
-                target.writelines(in_parallel(receive, starts))
+                spans = [(start, min(start + PIECE_BYTES, content.size)) for start in starts]
+                target.writelines(in_parallel(lambda span: self.range(key, span[0], span[1], content.tag), spans))
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
@@ -356,7 +349,10 @@ def _range(client: Any, key: str, start: int, end: int, tag: str) -> bytes:
     # Some stores ignore the condition, and Azure's listings quote no tags.
     if tag and (result.meta["e_tag"] or tag).strip('"') != tag.strip('"'):
         raise PreconditionError(key)
-    return bytes(result.bytes())
+    data = bytes(result.bytes())
+    if len(data) != end - start:
+        raise ConnectionError(f"{len(data)} bytes from {start}, expected {end - start}")
+    return data
 
 
 def _put(client: Any, key: str, data: bytes, mode: Any) -> Mapping[str, Any]:

@@ -330,11 +330,6 @@ class RemoteFile(io.RawIOBase):
             is_gone = self._found and isinstance(error, FileNotFoundError)
             self._failed = StorageError("was deleted while it was being read; copy it again") if is_gone else error
             raise self._failed from error.__cause__
-        if len(data) != end - start:
-            raise StorageError(
-                f"changed while it was being read: {len(data)} bytes at {start}, expected {end - start}; datasets must "
-                "not be written to while they are read"
-            )
         self._found = True
         return data
 
