@@ -14,6 +14,7 @@ from vla_finetuning.columns import STREAM_POSITION
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.options.programs import Config
+from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies import augment
 from vla_finetuning.policies.augment import Subset, Uniform, draw_uniform, make_augmentation, openpi_step
 from vla_finetuning.policies.processors import DeviceHalf
@@ -207,10 +208,13 @@ def test_unsupported_transforms_are_refused(transforms, message):
 
 
 def test_augmentation_flags_have_lerobot_names():
-    tfs = {"dark": {"weight": 2.0, "type": "ColorJitter", "kwargs": {"brightness": [0.1, 0.2]}}}
+    dark = {"type": "ColorJitter", "kwargs": {"brightness": [0.1, 0.2]}}
+    tfs = {"dark": {"weight": 2.0, **dark}, "unused": {"weight": 0, **dark}, "plain": dark}
     option_values = {"enable": "true", "max_num_transforms": "2", "random_order": "true", "tfs": json.dumps(tfs)}
     flags = [f"--dataset.image_transforms.{name}={value}" for name, value in option_values.items()]
     options = parse_args(["--preset=demo", *flags]).dataset.image_transforms
     assert vars(options) == {"enable": True, "max_num_transforms": 2, "random_order": True, "tfs": tfs}
+    (line,) = TrainOptions().describe_augmentation(options, [])
+    assert "by 2 of the transforms dark, plain; drawn" in line
     with pytest.raises(ValueError, match="give one of them"):
         parse_args(["--preset=demo", flags[0], "--train.augmentation=openpi"])

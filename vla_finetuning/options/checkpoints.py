@@ -63,7 +63,7 @@ class LogOptions(CheckpointOptions):
         """Return the plan's lines on the held-out loss, which is measured on `rows` of the `held_out` rows."""
         return [
             f"Held out     the loss on {rows} of {held_out} held-out frames of {tasks} tasks, every {self.eval_steps} "
-            "steps and at the end; each row with the same noise and flow time every time"
+            "steps and at the end, with the same random numbers every time"
         ]
 
     def check(self, config: Any) -> None:

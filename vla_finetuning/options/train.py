@@ -146,8 +146,9 @@ class TrainOptions(StepOptions):
         """Return the plan's lines on augmentation. `wrist` names the cameras with changes of colour only."""
         draw = "drawn for each camera of each row anew in every epoch, on the device"
         if transforms.enable:
-            names, most = ", ".join(transforms.tfs) or "LeRobot's", transforms.max_num_transforms
-            return [f"Augmented    by {min(most, len(transforms.tfs) or most)} of the transforms {names}; {draw}"]
+            names = [name for name, entry in transforms.tfs.items() if float(entry.get("weight", 1)) > 0]
+            most = min(transforms.max_num_transforms, len(names) or transforms.max_num_transforms)
+            return [f"Augmented    by {most} of the transforms {', '.join(names) or "LeRobot's"}; {draw}"]
         if self.augmentation == "openpi":
             only = f"; only the colours of {', '.join(wrist)}" if wrist else "; no camera has 'wrist' in its name"
             return [f"Augmented    as in openpi: crop, turn, brightness, contrast, saturation{only}; {draw}"]

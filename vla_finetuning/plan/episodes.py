@@ -170,6 +170,8 @@ def _split(
             f"{len(train)} training episodes has {meta.episode_length[train].max()}: nothing is left; lower "
             "--dataset.drop_n_last_frames"
         )
+    if short := len(train) - long_enough.sum():
+        notes = [*notes, f"{meta.root}: {short} training episodes are no longer than these {dropped} frames: no rows"]
     train = train[long_enough]
     trained = np.zeros(meta.num_episodes, bool)
     trained[train] = True
