@@ -51,6 +51,7 @@ from transformers import (  # type: ignore[attr-defined]  # some are in modules 
 )
 
 from vla_finetuning.policies import pipelines
+from vla_finetuning.policies.families import pi0
 from vla_finetuning.policies.tiny_pi05 import PAD_TOKEN, UNKNOWN_TOKEN, make_tokenizer
 
 WORDS = ["go", "to", "the", "red", "blue", "bin"]
@@ -121,6 +122,7 @@ def tiny_paligemma(modeling, *, width=32, depth=2, mlp_dim=32, head_dim=8, visio
         for module in (tokenizer_processor, modeling):
             patch.setattr(module, "AutoTokenizer", tokenizers, raising=False)
             patch.setattr(module, "AutoProcessor", action_tokenizers, raising=False)
+        patch.setattr(pi0, "IMAGE_SIZE", (image_size, image_size))
         patch.setattr(pipelines, "require_model", lambda *_: None)
         yield
 

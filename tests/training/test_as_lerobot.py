@@ -387,6 +387,28 @@ def test_held_out_loss_leaves_codebook_unchanged(dataset):
 def test_vqbet_refuses_options_that_its_codebook_does_not_allow(dataset, changes, message):
     with pytest.raises(ValueError, match=message):
         resolved(dataset, "vqbet with GroupNorm", **changes)
+    note = "the first 2 of 20 micro-batches of a worker train VQ-BeT's codebook and nothing else"
+    assert resolved(dataset, "vqbet with GroupNorm", grad_accum=2).notes == (note,)
+
+
+@pytest.mark.parametrize(("kind", "option", "value", "message"), [
+    ("vqbet with GroupNorm", "n_vqvae_training_steps", 10, "the first 10 of 10 micro-batches .* train no policy"),
+    ("multi_task_dit", "image_crop_shape", "null", "is encoded as 48x64 pixels, and .*clip takes 32x32: give --policy"),
+    ("pi0_fast", "image_resolution", "[28,42]", r"image_resolution=\[28, 42\]: a 'pi0_fast' takes \[28, 28\] alone"),
+    ("smolvla", "use_cache", "false", "a 'smolvla' predicts nothing: LeRobot's code needs --policy.use_cache=true"),
+])  # fmt: skip
+def test_plan_refuses_options_that_lerobot_fails_with_in_training_or_prediction(
+    dataset, tmp_path, kind, option, value, message
+):
+    with KINDS[kind].here(), pytest.raises(ValueError, match=message):
+        resolved(dataset, kind, tmp_path, **{f"policy.{option}": value})
+
+
+def test_columns_that_only_lerobot_train_reads_are_refused(tmp_path):
+    cameras = {"observation.images.top": (48, 64)}
+    root = make_dataset(tmp_path / "dataset", episodes=(12, 9), cameras=cameras, extra_features=True)
+    with pytest.raises(ValueError, match="an 'evo1' learns from the dataset's embodiment_id with lerobot-train"):
+        resolved(root, "evo1", tmp_path, rename_map=json.dumps({"next.reward": "embodiment_id"}))
 
 
 def test_prompts_of_several_blocks_are_padded_to_the_longest_as_in_lerobot(dataset):

@@ -95,6 +95,8 @@ def resolve(
     frames = chosen.rows
     config, smaller = with_fitting_batch(config, frames)
     steps = config.resolve_steps(frames)
+    columns = {key for meta in datasets.metas for key in meta.features}
+    planned = family_of(base.config).check_plan(base.config, columns, base.folder, steps * config.grad_accum)
     config, rows = plan_rows(config, datasets, matched, chosen, dropped, steps)
     config, robots = with_statistics(config, rows, matched.robots)
     robots = tuple(replace(robot, files=trained_files(config, rows, robot)) for robot in robots)
@@ -119,7 +121,7 @@ def resolve(
     if config.resume:
         _check_checkpoint(config, spec)
     job = make_job(config, spec, steps, rows.identity)
-    return Run(config, job, spec, rows, (*chosen.notes, *skipped, *smaller))
+    return Run(config, job, spec, rows, (*chosen.notes, *skipped, *smaller, *planned))
 
 
 def select_robot(run: Run, robot: Robot) -> Run:

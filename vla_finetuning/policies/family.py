@@ -229,6 +229,17 @@ class Family:
     def check_run(self, options: Any) -> None:
         """Refuse options of a run of vla.py with which the type cannot be trained."""
 
+    def check_plan(self, config: Any, columns: Collection[str], folder: Path | None, forwards: int) -> list[str]:
+        """Return notes for the plan of a run. Raise ValueError for a policy that cannot be trained or used as planned.
+
+        Args:
+            config: configuration with the run's features.
+            columns: features of the run's datasets, by the policy's names.
+            folder: folder of the policy that the run starts from; None for random weights.
+            forwards: number of micro-batches of a worker in the whole run.
+        """
+        return []
+
     def freezes(self, config: Any, training: Collection[str]) -> dict[str, bool]:
         """Return the policy's own freezing options as they describe a run in which the parts in `training` train."""
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.policies.utils import populate_queues
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 from torch import Tensor
+from transformers import CLIPVisionConfig
 
 from vla_finetuning.policies.family import MEAN_COUNT, Family, PolicyLoss
 
@@ -124,8 +126,32 @@ class VQBeT(Queued):
             if is_given:
                 raise ValueError(f"{flag}: a '{self.type}' {why}")
 
+    def check_plan(self, config: Any, columns: Collection[str], folder: Path | None, forwards: int) -> list[str]:
+        count = config.n_vqvae_training_steps
+        text = f"the first {count} of {forwards} micro-batches of a worker train VQ-BeT's codebook and nothing else"
+        if forwards > count or folder is not None:
+            return [text + (", unless the policy has a trained one" if folder is not None else "")]
+        raise ValueError(
+            f"--policy.n_vqvae_training_steps={count}: {text}, so the run would train no policy; give more --steps, or "
+            "a smaller number"
+        )
+
     def training_state(self) -> dict[str, Tensor]:
         return {f"{MODULE}.{COUNT}": torch.tensor(0)}
+
+
+class MultiTaskDiT(Queued):
+    def check_plan(self, config: Any, columns: Collection[str], folder: Path | None, forwards: int) -> list[str]:
+        size = CLIPVisionConfig.from_pretrained(config.vision_encoder_name).image_size
+        for key, feature in config.image_features.items():
+            encoded = tuple(config.image_crop_shape or config.image_resize_shape or feature.shape[1:])
+            if encoded != (size, size):
+                raise ValueError(
+                    f"{key} is encoded as {encoded[0]}x{encoded[1]} pixels, and {config.vision_encoder_name} takes "
+                    f"{size}x{size}: give --policy.image_crop_shape [{size},{size}], of images of at least that size, "
+                    f"or --policy.image_resize_shape [{size},{size}]"
+                )
+        return []
 
 
 class Evo1(Family):
@@ -134,6 +160,16 @@ class Evo1(Family):
         "task_field": "--rename_map to call the text column `task`",
         "embodiment_id_field": "--policy.default_embodiment_id",
     }
+
+    def check_plan(self, config: Any, columns: Collection[str], folder: Path | None, forwards: int) -> list[str]:
+        """Refuse columns that LeRobot's forward takes from the dataset, and that rows do not have here."""
+        if read := sorted({"embodiment_id", "state_mask", "action_mask"}.intersection(columns)):
+            raise ValueError(
+                f"an '{self.type}' learns from the dataset's {' and '.join(read)} with lerobot-train, and not here: "
+                "train with it, or leave that out by another name (--rename_map), with one embodiment for all rows "
+                "(--policy.default_embodiment_id)"
+            )
+        return []
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
         loss = super().make_loss(policy, **options)
@@ -225,7 +261,7 @@ FAMILIES = (
     Queued("diffusion", as_lerobot=True, offline=True, in_float32=True, sized_by_images=True),
     XVLA("xvla", as_lerobot=True, tokenizer_option="tokenizer_name"),
     VQBeT("vqbet", as_lerobot=True, offline=True, in_float32=True, sized_by_images=True),
-    Queued(
+    MultiTaskDiT(
         "multi_task_dit", as_lerobot=True, tokenizer_option="text_encoder_name", in_float32=True, sized_by_images=True
     ),
     Evo1("evo1", as_lerobot=True, tokenizer_option="vlm_model_name", reads_texts=True),

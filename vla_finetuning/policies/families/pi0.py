@@ -8,8 +8,9 @@ Legend: B batch, K draws of noise and time per row, T chunk, P prefix tokens, S 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,9 @@ from torch import Tensor
 from vla_finetuning.policies.families.pi05 import PI05, PI05Loss, Prefix
 from vla_finetuning.policies.family import MEAN_COUNT, Family, LossClass, PolicyLoss
 from vla_finetuning.policies.flow import repeat_rows
+
+# Size for which LeRobot 0.6.1 builds PI0-FAST's vision tower, whatever its `image_resolution` is.
+IMAGE_SIZE = (224, 224)
 
 
 class PI0Loss(PI05Loss):
@@ -80,6 +84,13 @@ class PI0FAST(Family):
     loss_class = PI0FASTLoss
     fits_images = True
     train_options = frozenset({"exact_mean"})
+
+    def check_plan(self, config: Any, columns: Collection[str], folder: Path | None, forwards: int) -> list[str]:
+        if (size := tuple(config.image_resolution)) != IMAGE_SIZE:
+            raise ValueError(
+                f"--policy.image_resolution={list(size)}: a '{self.type}' takes {list(IMAGE_SIZE)} alone; leave it out"
+            )
+        return []
 
     def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Rename keys as LeRobot's `from_pretrained` does: by PI0.5's code with the policy's own rules."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -305,6 +306,14 @@ class SmolVLA(PI0):
         "compile_model": "--train.compile",
         "compile_mode": "--train.compile",
     }
+
+    def check_plan(self, config: Any, columns: Collection[str], folder: Path | None, forwards: int) -> list[str]:
+        if reason := self.cannot_predict(config):
+            raise ValueError(f"a '{self.type}' predicts nothing: {reason}")
+        return []
+
+    def cannot_predict(self, config: Any) -> str:
+        return "" if config.use_cache else "LeRobot's code needs --policy.use_cache=true"
 
     def freezes(self, config: Any, training: Collection[str]) -> dict[str, bool]:
         """Return PI0's options; with adapters, also parts that the policy's options freeze are trained."""
