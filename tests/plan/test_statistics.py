@@ -176,6 +176,16 @@ def test_unused_features_may_differ_in_width(setting):
     assert join_stats(metas, None, VECTORS).keys() == set(VECTORS)
 
 
+def test_image_statistics_without_height_and_width_are_joined(setting):
+    meta = load_metadata(setting[1])
+    key = meta.camera_keys[0]
+    flat = {name: value if name == "count" else value.reshape(3) for name, value in meta.stats[key].items()}
+    joined = join_stats([replace(meta, stats={**meta.stats, key: flat}), meta], None, [key])
+    assert joined.keys() == {key}
+    for name, value in aggregate_stats([{key: meta.stats[key]}] * 2)[key].items():
+        np.testing.assert_array_equal(joined[key][name], value)
+
+
 def test_missing_statistics_of_one_dataset_match_lerobot_aggregate(setting, tmp_path):
     second = make_dataset(tmp_path / "second", episodes=(5, 8), seed=1, true_quantiles=False)
     expected = aggregate_stats([load_metadata(setting[1]).stats, load_metadata(second).stats])

@@ -171,6 +171,9 @@ def join_stats(metas: Sequence[DatasetMetadata], rows: Sequence[int] | None, key
         return {key: stats_in_row_order(metas[0], key) for key in metas[0].stats}
     shared = [key for key in keys if all(m.stats.get(key, {}).keys() >= AGGREGATED for m in metas)]
     joined = [{key: stats_in_row_order(meta, key) for key in shared} for meta in metas]
+    for stats, (key, feature) in itertools.product(joined, metas[0].features.items()):
+        if key in stats and feature.dtype in CAMERA_DTYPES:  # `aggregate_stats` takes no (3,)
+            stats[key] = {n: value if n == "count" else value.reshape(-1, 1, 1) for n, value in stats[key].items()}
     if rows is not None:
         joined = [
             {key: {**values, "count": np.array([n])} for key, values in stats.items()}
