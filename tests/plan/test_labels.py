@@ -9,6 +9,8 @@ import pytest
 
 from tests.datasets import make_dataset
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.safe_parquet import Budget
+from vla_finetuning.plan import labels as plan_labels
 from vla_finetuning.plan.labels import read_labels, write_labels
 
 EPISODES = (4, 3, 5)
@@ -37,6 +39,15 @@ def test_labels_round_trip_by_episode_and_frame(meta, tmp_path):
     assert labels.tolist() == [*positive[:4], False, False, False, *positive[4:]]
     write_labels(path, [meta], [np.array([0, 2])], {"positive": ~positive})
     assert digest != read_labels(path, [meta], [np.array([0, 2])])[1]
+
+
+def test_labels_of_a_hundred_million_frames_fit_the_budget(meta, tmp_path, monkeypatch):
+    """DROID has 27 million frames; roots in buckets are long."""
+    meta, budgets, frames = replace(meta, root="s3://" + 95 * "b"), [], 12
+    monkeypatch.setattr(plan_labels, "Budget", lambda *limit: budgets.append(Budget(*limit)) or budgets[0])
+    write_labels(tmp_path / "labels.parquet", [meta], [np.arange(3)], {"positive": random_labels(frames)})
+    read_labels(tmp_path / "labels.parquet", [meta], [np.arange(3)])
+    assert budgets[0].taken / frames * 1e8 < budgets[0].bytes
 
 
 def test_labels_of_moved_dataset_are_read_if_only_one(meta, tmp_path):

@@ -28,6 +28,8 @@ MAX_LINE_BYTES = MAX_STATS_BYTES
 # Unpacked row groups of a data file in one read. LeRobot's files have 100 MB, in one row group if its converter wrote
 # them, and a robot's numbers compress ten to one at best.
 MAX_DATA_BYTES = 2 * 2**30
+# Columns of a file of labels (`value.py`), on the driver: 20 bytes a frame, and the name of the dataset's root.
+MAX_LABELS_BYTES = 16 * MAX_DATA_BYTES
 # A footer takes 210 bytes for each column of a row group. LeRobot writes a row group every ten episodes, of 120 columns
 # with two cameras, and starts another file at 100 MB: 5000 row groups, 125 MB.
 MAX_FOOTER_BYTES = 128 * 2**20

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.buckets.mirror import address, pull
-from vla_finetuning.data.limits import MAX_DATA_BYTES
+from vla_finetuning.data.limits import MAX_LABELS_BYTES
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.parquet_columns import numbers
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
@@ -110,7 +110,7 @@ def _read_table(path: Path, columns: Sequence[str]) -> pa.Table:
     with open_parquet(LocalFileSystem(), str(path), name=address(path)) as file:
         if missing := [name for name in columns if name not in file.schema_arrow.names]:
             raise ValueError(f"{FLAG}={path} lacks the columns {missing}; give the {LABELS_NAME} of a run of value.py")
-        return read_columns(file, list(columns), Budget("frames", MAX_DATA_BYTES))
+        return read_columns(file, list(columns), Budget("frames", MAX_LABELS_BYTES))
 
 
 def _select_rows(rows: pa.Table, path: Path, meta: DatasetMetadata, alone: bool) -> tuple[np.ndarray, pa.Table]:
