@@ -227,6 +227,27 @@ def test_packed_image_rows_match_lerobot(kind, tmp_path, instructions):
     np.testing.assert_array_equal(player(select_rows(seen, [2]), [instructions[2]], [KEYS[2]]), actual[2:3])
 
 
+@pytest.mark.parametrize("kind", ["molmoact2", "pi0_fast"])
+def test_late_chunk_continues_beyond_executed_actions(kind, tmp_path, instructions):
+    """By LeRobot these policies predict no more than n_action_steps, PI0-FAST the whole chunk in so many."""
+    cameras = {f"observation.images.{name}": CAMERAS[name] for name in ("front", "top")}
+    root, seen = make_dataset(tmp_path / "dataset", episodes=(5, 5), cameras=cameras, state_dim=3), observed()
+    with KINDS[kind].here():
+        run, seen = resolved(root, kind), select_rows(seen, [0])
+        policy, (pre, post) = run.policy.start().eval(), run.policy.processors()
+        shown = preprocess_observation(seen)
+        batch = pre({**{key: shown[key] for key in policy.config.input_features}, "task": instructions[:1]})
+        if kind == "pi0_fast":  # random weights write no actions
+            policy.detokenize_actions = lambda _, action_horizon, action_dim: torch.full(
+                (1, action_horizon, action_dim), 1.0 / action_horizon
+            )
+        torch.manual_seed(int(generator(*KEYS[0]).integers(2**63)))
+        expected = post(policy.predict_action_chunk(batch))[0].numpy()
+        policy.config.n_action_steps = 2
+        (acted,) = Player(policy, pre, post, Acting(env=ENV)).act(seen, instructions[:1], KEYS[:1], delay=1)
+    np.testing.assert_array_equal(np.concatenate([acted.actions, acted.rest.actions]), expected[:3])
+
+
 def in_libero(rows=2):
     """Make observations as LeRobot's LIBERO returns them."""
     rng = np.random.default_rng(0)

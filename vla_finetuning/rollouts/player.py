@@ -377,16 +377,20 @@ class Player:
     def _predict(self, batch: dict[str, Any], keys: Sequence[Key], **conditions: Any) -> torch.Tensor:
         """Predict a normalised chunk for each row, (N, T, A); a policy with its own draws gets one row."""
         policy, config = self._policy, self._policy.config
-        policy.reset()
         draws = family_of(config).chunk_draws
-        if draws == "nothing":
-            return policy.predict_action_chunk(batch, **conditions)
         if draws == "noise":
-            return policy.predict_action_chunk(batch, noise=self._noise(keys), **conditions)
-        (key,) = keys
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            torch.manual_seed(int(generator(*key).integers(2**63)))
-            return policy.predict_action_chunk(batch, **conditions)
+            conditions["noise"] = self._noise(keys)
+        policy.reset()
+        devices = [self._device] if self._device.type == "cuda" else []
+        # LeRobot's MolmoAct2 cuts chunks to n_action_steps, and its PI0-FAST decodes them as if they were so short.
+        steps, config.n_action_steps = config.n_action_steps, len(config.action_delta_indices or [0])
+        try:
+            with torch.random.fork_rng(devices, enabled=draws == "its own"):
+                if draws == "its own":
+                    torch.manual_seed(int(generator(*keys[0]).integers(2**63)))
+                return policy.predict_action_chunk(batch, **conditions)
+        finally:
+            config.n_action_steps = steps
 
     def _noise(self, keys: Sequence[Key]) -> torch.Tensor:
         """Return the initial noise of each row, (N, T, max_action_dim)."""
@@ -451,7 +455,7 @@ def check_delay(config: PreTrainedConfig, latency_s: float, delay: int, controll
             f"trained for at most {max_delay} (--policy.{MAX_DELAY}): lower the latency, train it for more, or give "
             f"--policy.{MAX_DELAY}=0, by which LeRobot's guidance plays it"
         )
-    steps, chunk = settings.n_action_steps, getattr(settings, "chunk_size", settings.n_action_steps)
+    steps, chunk = settings.n_action_steps, len(config.action_delta_indices or [0])
     fits = range(max(1, delay), chunk - max(delay, controller == "rtc") + 1)  # values of n_action_steps
     if steps in fits:
         return
