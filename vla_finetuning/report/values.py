@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
-from vla_finetuning.data.limits import MAX_DATA_BYTES
+from vla_finetuning.data.limits import MAX_LABELS_BYTES
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
@@ -33,7 +33,7 @@ def values_section(folder: Path) -> dict[str, Any] | None:
         return None
     with open_parquet(LocalFileSystem(), str(folder / LABELS_NAME)) as file:
         scores = json.loads((file.schema_arrow.metadata or {}).get(b"scores", "{}"))  # earlier versions wrote none
-        table = read_columns(file, COLUMNS, Budget("frames", MAX_DATA_BYTES))
+        table = read_columns(file, COLUMNS, Budget("frames", MAX_LABELS_BYTES))
     columns = {name: table[name].to_numpy() for name in COLUMNS[1:]}
     episodes: list[dict[str, Any]] = []
     problem = None
