@@ -9,6 +9,7 @@ Legend: B batch, K draws of noise and time per row, T chunk, A action, L languag
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -319,13 +320,20 @@ class Family:
         steps = getattr(config, "n_obs_steps", 1)
         return f"with n_obs_steps={steps} looks at past observations too" if steps != 1 else ""
 
-    def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any]) -> Tensor:
+    def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any], **conditions: Any) -> Tensor:
         """Predict normalised actions (N, T, A) from the present on, by LeRobot's own code.
 
         Args:
             observation: N preprocessed rows, (N, ...), or (N, n_obs_steps, ...) for policies with observation windows.
+            conditions: further arguments of `predict_action_chunk`.
         """
-        return policy.predict_action_chunk(observation)
+        config, policy.config = policy.config, copy.copy(policy.config)
+        # LeRobot's MolmoAct2 cuts chunks to n_action_steps, and its PI0-FAST decodes them as if they were so short.
+        vars(policy.config)["n_action_steps"] = len(config.action_delta_indices or [0])
+        try:
+            return policy.predict_action_chunk(observation, **conditions)
+        finally:
+            policy.config = config
 
     def env_processors(self, config: PreTrainedConfig, env: Any, later_steps: Collection[str] = ()) -> tuple[Any, Any]:
         """Return the observation and action processors between an environment and the policy's own processors.

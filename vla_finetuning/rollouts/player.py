@@ -376,21 +376,15 @@ class Player:
 
     def _predict(self, batch: dict[str, Any], keys: Sequence[Key], **conditions: Any) -> torch.Tensor:
         """Predict a normalised chunk for each row, (N, T, A); a policy with its own draws gets one row."""
-        policy, config = self._policy, self._policy.config
-        draws = family_of(config).chunk_draws
-        if draws == "noise":
+        policy, family = self._policy, family_of(self._policy.config)
+        if family.chunk_draws == "noise":
             conditions["noise"] = self._noise(keys)
         policy.reset()
-        devices = [self._device] if self._device.type == "cuda" else []
-        # LeRobot's MolmoAct2 cuts chunks to n_action_steps, and its PI0-FAST decodes them as if they were so short.
-        steps, config.n_action_steps = config.n_action_steps, len(config.action_delta_indices or [0])
-        try:
-            with torch.random.fork_rng(devices, enabled=draws == "its own"):
-                if draws == "its own":
-                    torch.manual_seed(int(generator(*keys[0]).integers(2**63)))
-                return policy.predict_action_chunk(batch, **conditions)
-        finally:
-            config.n_action_steps = steps
+        devices, draws = [self._device] if self._device.type == "cuda" else [], family.chunk_draws == "its own"
+        with torch.random.fork_rng(devices, enabled=draws):
+            if draws:
+                torch.manual_seed(int(generator(*keys[0]).integers(2**63)))
+            return family.predict_chunk(policy, batch, **conditions)
 
     def _noise(self, keys: Sequence[Key]) -> torch.Tensor:
         """Return the initial noise of each row, (N, T, max_action_dim)."""

@@ -70,7 +70,7 @@ class Queued(Family):
         """Return the reason, also for one step: `predict_chunk` fills the queues from windows only."""
         return super().remembers(config) or f"with n_obs_steps={config.n_obs_steps} predicts from a queue of past steps"
 
-    def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any]) -> Tensor:
+    def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any], **conditions: Any) -> Tensor:
         """Push the steps of the window into the policy's queues one by one, then predict."""
         owner: Any = policy
         owner.reset()
