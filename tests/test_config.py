@@ -278,7 +278,7 @@ def test_at_sign_outside_credentials_is_accepted():
         assert parse_args([*DATA[1:], "--dataset.root", root]).dataset.root == root
 
 
-def test_resume_auto_resumes_if_the_folder_has_a_run(tmp_path):
+def test_resume_auto_resumes_if_the_folder_has_a_run(tmp_path, bucket_url):
     flags = ["--resume", "auto", f"--output_dir={tmp_path}", "--dataset.root=/data", "--policy.type=pi05"]
     assert not parse_args(flags).resume
     save(replace(parse_args([*flags, "--steps=7"]), resume=True, dry_run=True), tmp_path)
@@ -286,8 +286,11 @@ def test_resume_auto_resumes_if_the_folder_has_a_run(tmp_path):
     assert (resumed.resume, resumed.steps, resumed.dry_run) == (True, 7, False)
     # The saved file as the options of a new run.
     assert not parse_args([f"--config_path={tmp_path / CONFIG_NAME}", f"--output_dir={tmp_path / 'other'}"]).resume
-    with pytest.raises(FileNotFoundError, match="holds no run; leave --resume out to start one"):
-        parse_args([f"--output_dir={tmp_path / 'other'}", "--resume"])
+    for other in (f"{tmp_path / 'other'}", bucket_url):
+        with pytest.raises(FileNotFoundError, match=f"{other} holds no run; leave --resume out to start one"):
+            parse_args([f"--output_dir={other}", "--resume"])
+        with pytest.raises(ValueError, match=f"^{other}/{CONFIG_NAME}: cannot be read as JSON"):
+            parse_args([f"--config_path={other}/{CONFIG_NAME}", "--dataset.root=/data"])
 
 
 def test_flag_replaces_related_options_of_preset_or_saved_run(tmp_path):

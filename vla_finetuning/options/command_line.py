@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vla_finetuning.buckets.mirror import as_file, as_path, pull
+from vla_finetuning.buckets.mirror import address, as_file, as_path, pull
 from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.credentials import refuse_credentials
 from vla_finetuning.options.fields import Option, check, did_you_mean, get_option, leaves, options_of, set_option
@@ -232,8 +232,8 @@ def _run_to_resume(names: dict[str, str], program: Program[Any]) -> Path | None:
         raise ValueError("--config_path with --resume: the run goes on with its own options; leave one of them out")
     if not saved.is_file():
         raise FileNotFoundError(
-            f"--resume: {saved} does not exist, so {saved.parent} holds no run; leave --resume out to start "
-            "one, or give --resume auto"
+            f"--resume: {address(saved)} does not exist, so {address(saved.parent)} holds no run; leave --resume out "
+            "to start one, or give --resume auto"
         )
     return saved
 
@@ -305,16 +305,17 @@ def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
 def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
     """Yield path and value of each option in a config.json, without the options in `PER_START`."""
     pull(path)
+    file = address(path)
     try:
         saved = read_foreign_json(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON ({error}); give a run's {CONFIG_NAME}") from error
-    refuse_credentials(json.dumps(saved), str(path))
+        raise ValueError(f"{file}: cannot be read as JSON ({error}); give a run's {CONFIG_NAME}") from error
+    refuse_credentials(json.dumps(saved), file)
     if not isinstance(saved, dict):
-        raise ValueError(f"{path}: expected a JSON object; give a run's {CONFIG_NAME}")
+        raise ValueError(f"{file}: expected a JSON object; give a run's {CONFIG_NAME}")
     if {"policy", "dataset", "wandb"} <= saved.keys():
         raise ValueError(
-            f"{path} is of lerobot-train, whose --config_path goes on with its own runs; here --output_dir FOLDER "
+            f"{file} is of lerobot-train, whose --config_path goes on with its own runs; here --output_dir FOLDER "
             "--resume goes on with a run, and --policy.path FOLDER/pretrained_model starts one from its policy"
         )
     options = {option.path: option for option in options_of(config_type)}
@@ -329,12 +330,12 @@ def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
             remedy = similar or (
                 "; delete its line if an earlier version wrote it, or give the file of a run of this program"
             )
-            raise ValueError(f"{path}: {name} is no option{remedy}")
+            raise ValueError(f"{file}: {name} is no option{remedy}")
         if name not in PER_START:
             try:
                 yield name, options[name].decode(value)
             except ValueError as error:
-                raise ValueError(f"{path}: {error}") from None
+                raise ValueError(f"{file}: {error}") from None
 
 
 def _config_of_run(names: Mapping[str, str], program: Program[Any]) -> Path:
