@@ -230,8 +230,8 @@ class Request:
 @dataclass
 class Faults:
     """What the proxy does to a request: `choose(request)` gives one of None, "503", "reset", "cut", "stall", "403", and
-    "short" (half of the bytes, as if they were all), "lost" (it is served, and the answer is not passed on), "expired"
-    (credentials), "slow" (the store asks to)."""
+    "short" (half of the bytes, as if they were all), "weak" (its tag is marked as weak), "lost" (it is served, and the
+    answer is not passed on), "expired" (credentials), "slow" (the store asks to)."""
 
     choose: Callable[[Request], str | None] = lambda request: None
     ignored: tuple[str, ...] = ()  # headers, in lower case, that the store does not know
@@ -298,6 +298,8 @@ class ProxyRequest(Handler):
             data = data[: len(data) // 2]
         if fault == "short":
             headers = {k: v for k, v in headers.items() if k.lower() != "content-length"}
+        if fault == "weak":
+            headers |= {k: f"W/{v}" for k, v in headers.items() if k.lower() == "etag"}
         request.sent_bytes = len(data) if self.command == "GET" else 0
         self.answer(response.status, data, headers)
         if fault == "cut":

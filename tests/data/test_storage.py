@@ -68,8 +68,8 @@ def assert_random_reads_are_right(file):
 
 
 def test_transient_faults_are_retried(store):
-    """Every range is refused in one way and then in another, and comes out right."""
-    faults = [["503", "cut"], ["reset", "short"], ["cut", "reset"], ["short", "503"]]
+    """Every range is refused in one way and then in another, and comes out right, with a weak tag."""
+    faults = [["503", "cut", "weak"], ["reset", "short"], ["cut", "reset"], ["short", "503", "weak"]]
     faults_of_range = {}
 
     def choose(request):
