@@ -101,8 +101,9 @@ def run_training[R: TrainingRun](
         try:
             stack.enter_context(track(job.output_dir, config.track, config.track_project))
         except BaseException:
-            if not config.resume:  # the same command may start again
-                empty(job.output_dir)
+            with contextlib.suppress(OSError):  # of a bucket without the right to delete
+                if not config.resume:  # the same command may start again
+                    empty(job.output_dir)
             raise
         return work
 
