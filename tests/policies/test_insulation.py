@@ -430,3 +430,24 @@ def test_rows_carry_action_tokens_cut_to_limit(chunks, tokenizer):
     begin, end = tokenizer.vocabulary + 1, tokenizer.vocabulary
     assert columns[0].tolist() == [begin, *first, end] + [-1] * (31 - len(first))
     assert (columns[1] == -1).all() and columns[3].tolist() == [begin, *long[:32]]
+
+
+def test_only_rows_that_count_need_action_tokens(chunks, tokenizer):
+    """Rows of blank values are normalised like others, and may be far from any action."""
+    model = json.loads(tokenizer.model)
+    letters = {letter for ids in tokenizer.encode(chunks) for i in ids for letter in tokenizer._bpe.id_to_token(i)}
+    model["model"] |= {"vocab": {letter: i for i, letter in enumerate(sorted(letters))}, "merges": []}
+    narrow = replace(tokenizer, model=json.dumps(model))
+    prepare = WithActionTokens(lambda batch: {"action": batch["action"]}, narrow, 600, without_actions=[1])
+    far = np.full((1, 20, ACTION_DIM), 1e7)
+    batch = {"action": np.concatenate([far, far, chunks[:1]]), "dataset_index": np.array([1, 0, 0])}
+    columns = prepare({**batch, "is_skipped": np.array([False, True, False])})[TOKENS]
+    begin, end = narrow.vocabulary + 1, narrow.vocabulary
+    assert [[i for i in row if i >= 0] for row in columns.tolist()] == [
+        [],
+        [begin, end],
+        [begin, *narrow.encode(chunks[:1])[0], end],
+    ]
+    assert (prepare({name: values[:1] for name, values in batch.items()})[TOKENS] == -1).all()
+    with pytest.raises(ValueError, match="no tokens for some values"):
+        prepare(batch)

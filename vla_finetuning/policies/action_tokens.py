@@ -146,8 +146,8 @@ def _coefficients(chunks: np.ndarray, scale: float) -> np.ndarray:
 
 def _texts(coefficients: np.ndarray, lowest: int) -> list[str]:
     """Write each chunk as a text with a character per coefficient, lowest frequencies first."""
-    letters = np.clip(coefficients - lowest, 0, LAST_LETTER).reshape(len(coefficients), -1)
-    return ["".join(map(chr, chunk)) for chunk in letters]
+    letters = np.clip(coefficients - lowest, 0, LAST_LETTER)
+    return ["".join(map(chr, chunk.flat)) for chunk in letters]
 
 
 def describe_tokens(tokenizer: ActionTokenizer, sample: Sequence[Chunks]) -> list[str]:

@@ -24,6 +24,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OPENPI_ATTENTION_MASK_VALUE
 from torch import Tensor, nn
 
+from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies.action_tokens import (
     ACTION_TOKENIZER_FOLDER,
@@ -289,9 +290,13 @@ class WithActionTokens:
 
     def __call__(self, batch: Columns) -> Columns:
         prepared = self.prepare(batch)
-        tokens, end = self.tokenizer.encode(prepared[ACTION]), self.tokenizer.vocabulary
-        absent = np.isin(batch["dataset_index"], self.without_actions)
-        rows = [[] if skip else [end + 1, *ids, end] for ids, skip in zip(tokens, absent, strict=True)]
+        absent, end = np.isin(batch["dataset_index"], self.without_actions), self.tokenizer.vocabulary
+        counted = ~(absent | batch.get(IS_SKIPPED, False))  # the values of others may have no tokens
+        tokens = iter(self.tokenizer.encode(prepared[ACTION][counted]))
+        rows = [
+            [] if skip else [end + 1, *(next(tokens) if counts else ()), end]
+            for skip, counts in zip(absent, counted, strict=True)
+        ]
         return {**prepared, TOKENS: padded(rows, self.columns)}
 
 
