@@ -88,7 +88,7 @@ class PI0FAST(Family):
     def check_plan(self, config: Any, columns: Collection[str], folder: Path | None, forwards: int) -> list[str]:
         if (size := tuple(config.image_resolution)) != IMAGE_SIZE:
             raise ValueError(
-                f"--policy.image_resolution={list(size)}: a '{self.type}' takes {list(IMAGE_SIZE)} alone; leave it out"
+                f"--policy.image_resolution={list(size)}: a '{self.type}' takes {list(IMAGE_SIZE)} alone; give that"
             )
         return []
 
