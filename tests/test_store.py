@@ -189,6 +189,13 @@ def test_unreachable_store_raises_storage_error(bucket, faults):
         bucket.delete(["a", "b"])  # in threads
 
 
+def test_object_shorter_than_listed_has_changed(bucket):
+    """A store may give no tags."""
+    bucket.put("a", b"123")
+    with pytest.raises(ChangedError), within(0.2):
+        bucket.range("a", 1, 4)
+
+
 def test_refused_request_is_not_retried_and_hides_credentials(bucket, faults):
     faults.choose = lambda request: "403"
     with pytest.raises(StorageError, match="the store refuses .*check credentials, permissions") as error:

@@ -118,7 +118,7 @@ class Store:
         return data, self._put_tag(meta)
 
     def range(self, key: str, start: int, end: int, tag: str = "") -> bytes:
-        """Return bytes [start, end) of an object. Raises ChangedError if its content no longer has `tag`."""
+        """Return bytes [start, end) of an object. Raises ChangedError for another tag than `tag`, or fewer bytes."""
         return self._call(key, _range, key, start, end, tag)
 
     def download(self, key: str, content: Content, file: Path) -> None:
@@ -348,7 +348,7 @@ def _range(client: Any, key: str, start: int, end: int, tag: str) -> bytes:
     result = obstore.get(client, key, options={"range": (start, end), **condition})
     # Some stores ignore the condition, Azure's listings quote no tags, and proxies mark tags as weak.
     tags = {each.removeprefix("W/").strip('"') for each in (tag, result.meta["e_tag"] or tag)}
-    if tag and len(tags) > 1:
+    if tag and len(tags) > 1 or result.meta["size"] < end:
         raise PreconditionError(key)
     data = bytes(result.bytes())
     if len(data) != end - start:
