@@ -103,7 +103,7 @@ def test_skip_idle_combines_with_other_row_options(setting):
     two = rows_of(mixed, 0) + rows_of(mixed, 1)
     assert two == once(LEFT) + Counter({key: 3 for key in once(LEFT, dataset=1)})
     notes = run_of(setting, "--dataset.drop_n_last_frames=12").notes
-    assert "2 training episodes are no longer than these 12 frames: no rows" in notes[0]
+    assert "2 training episodes have no rows: the last 12 frames of each are not trained on" in notes[0]
     plain = run_of(setting)
     assert not plain.rows.described and plain.rows.per_epoch == sum(EPISODES)
 

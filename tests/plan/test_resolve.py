@@ -528,8 +528,8 @@ def test_rehearsal_with_one_dataset_holding_out_nothing(tmp_path):
 
 def test_plan_names_tasks_without_training_episodes(setting):
     description = describe(plan(setting, "--dataset.episodes=0,1,2", "--dataset.eval_split=0.1"))
-    assert "no training episode has the task 'go to the blue bin': all of its episodes are held out" in description
-    assert "no training episode" not in describe(plan(setting, "--dataset.eval_split=0.1"))
+    assert "no row has the task 'go to the blue bin': all of its episodes are held out or too short" in description
+    assert "no row has the task" not in describe(plan(setting, "--dataset.eval_split=0.1"))
 
 
 def test_episodes_are_excluded_by_file_task_and_dataset(setting, tmp_path, monkeypatch):

@@ -171,11 +171,12 @@ def _split(
             "--dataset.drop_n_last_frames"
         )
     if short := len(train) - long_enough.sum():
-        notes = [*notes, f"{meta.root}: {short} training episodes are no longer than these {dropped} frames: no rows"]
+        why = f"the last {dropped} frames of each are not trained on"
+        notes = [*notes, f"{meta.root}: {short} training episodes have no rows: {why}"]
     train = train[long_enough]
     trained = np.zeros(meta.num_episodes, bool)
     trained[train] = True
     if untrained := [task for task, group in by_task.items() if not trained[group].any()]:
         examples = ", ".join(map(repr, untrained[:3])) + " ..." * (len(untrained) > 3)
-        notes.append(f"{meta.root}: no training episode has the task {examples}: all of its episodes are held out")
+        notes.append(f"{meta.root}: no row has the task {examples}: all of its episodes are held out or too short")
     return train, np.asarray(held_out, np.int64), notes
