@@ -128,13 +128,13 @@ class VQBeT(Queued):
 
     def check_plan(self, config: Any, columns: Collection[str], folder: Path | None, forwards: int) -> list[str]:
         count = config.n_vqvae_training_steps
-        text = f"the first {count} of {forwards} micro-batches of a worker train VQ-BeT's codebook and nothing else"
-        if forwards > count or folder is not None:
-            return [text + (", unless the policy has a trained one" if folder is not None else "")]
-        raise ValueError(
-            f"--policy.n_vqvae_training_steps={count}: {text}, so the run would train no policy; give more --steps, or "
-            "a smaller number"
-        )
+        if forwards < count and folder is None:
+            raise ValueError(
+                f"--policy.n_vqvae_training_steps={count}: so many micro-batches of a worker train VQ-BeT's codebook "
+                f"alone, and the run has {forwards}; give more --steps, or a smaller number"
+            )
+        text = f"the first {min(count, forwards)} of {forwards} micro-batches of a worker train VQ-BeT's codebook alone"
+        return [text + (", unless the policy has a trained one" if folder is not None else "")]
 
     def training_state(self) -> dict[str, Tensor]:
         return {f"{MODULE}.{COUNT}": torch.tensor(0)}
