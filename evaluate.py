@@ -22,7 +22,6 @@ from contextlib import ExitStack
 
 from vla_finetuning.buckets.mirror import address, as_path
 from vla_finetuning.evaluation.trial import compare_folders, record_trial, resolve_trial, run_trial
-from vla_finetuning.options.job import JobOptions
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.run import cluster
 from vla_finetuning.run.folder import claim_folder
@@ -43,7 +42,7 @@ def prepare(argv: list[str], stack: ExitStack) -> Work:
         print_safe_text(text)
         return lambda: int(errors > 0)
     trial = resolve_trial(parse_evaluate(argv))
-    stack.enter_context(claim_folder(JobOptions(output_dir=address(trial.output_dir), lease=trial.config.lease)))
+    stack.enter_context(claim_folder(trial.output_dir, lease=trial.config.lease))
 
     def work() -> int:
         cluster.connect()

@@ -28,7 +28,6 @@ from vla_finetuning.evaluation import trial
 from vla_finetuning.evaluation.episodes import EvaluationFolder, read_actions, read_evaluation
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.command_line import parse_evaluate
-from vla_finetuning.options.job import JobOptions
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.rollouts.episodes import OUTCOME
 from vla_finetuning.rollouts.player import Player
@@ -120,7 +119,7 @@ def test_latencies_are_evaluated_and_compared(evaluated, flags, tmp_path, capsys
 def test_second_evaluation_in_the_same_folder_is_refused(flags, tmp_path, bucket_url, capsys, monkeypatch):
     monkeypatch.setattr(lease, "RENEW_S", 0.2)
     for out in (str(tmp_path / "a"), bucket_url):
-        with claim_folder(JobOptions(output_dir=out)):
+        with claim_folder(as_path(out)):
             assert evaluate.main([*flags, f"--output_dir={out}"]) == 2
         assert f"{out}: a run is going on there" in capsys.readouterr().err
 

@@ -387,9 +387,9 @@ def test_run_reads_from_an_unreliable_object_store(setting, undisturbed, short_f
 
 def test_second_run_in_the_same_folder_is_refused(setting, undisturbed, capsys):
     script = (
-        "import sys; from vla_finetuning.options.programs import Config\n"
+        "import sys; from pathlib import Path\n"
         "from vla_finetuning.run.folder import claim_folder\n"
-        "with claim_folder(Config(output_dir=sys.argv[1], resume=True)): print('held', flush=True); sys.stdin.read()"
+        "with claim_folder(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(undisturbed)]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -75,11 +75,11 @@ def test_storage_without_rename_or_replace_is_refused(tmp_path, monkeypatch, lac
             pytest.raises(
                 OSError, match=r"output_dir=.*run: its storage, perhaps a mounted bucket, cannot .*choose a folder"
             ),
-            claim_folder(config),
+            claim_folder(config.folder),
         ):
             pytest.fail("it was claimed")
         assert not config.folder.exists(), "what is refused leaves nothing"
-    with claim_folder(config):  # nor does it stay locked
+    with claim_folder(config.folder):  # nor does it stay locked
         assert [path.name for path in config.folder.iterdir()] == [".lock"]
 
 
@@ -163,10 +163,10 @@ def test_resumption_names_its_step_and_lost_steps(tmp_path, caplog):
 
 def test_refused_run_removes_parent_folders_it_created(tmp_path):
     (tmp_path / "parent").mkdir()
-    with pytest.raises(KeyError), claim_folder(Config(output_dir=str(tmp_path / "parent" / "a" / "b"))):
+    with pytest.raises(KeyError), claim_folder(tmp_path / "parent" / "a" / "b"):
         raise KeyError
     assert list(tmp_path.iterdir()) == [tmp_path / "parent"] and not any((tmp_path / "parent").iterdir())
-    with pytest.raises(KeyError), claim_folder(Config(output_dir=str(tmp_path / "parent"))):
+    with pytest.raises(KeyError), claim_folder(tmp_path / "parent"):
         raise KeyError
     assert list(tmp_path.iterdir()) == [tmp_path / "parent"] and not any((tmp_path / "parent").iterdir())
 
@@ -190,7 +190,7 @@ def test_refused_run_deletes_no_hidden_files_of_others(bucket_url):
     config = Config(output_dir=bucket_url)
     with pytest.raises(FileExistsError, match="is not empty: it holds no run"):
         check_folder(config)
-    with pytest.raises(KeyError), claim_folder(config):
+    with pytest.raises(KeyError), claim_folder(config.folder):
         raise KeyError
     assert Bucket(bucket_url).read(".git/config") == b"x"
 

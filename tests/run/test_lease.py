@@ -140,6 +140,6 @@ def test_folder_on_a_disk_is_locked_without_a_lease(tmp_path, capsys):
 
 def test_claimed_bucket_folder_is_removed_if_empty(folder):
     bucket = Bucket(address(folder))
-    with claim_folder(Config(output_dir=address(folder))):
+    with claim_folder(folder):
         assert bucket.names() == {".lock"}
     assert not bucket.names()

@@ -197,7 +197,7 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
     or the disk is too small. Raises ValueError if the newest checkpoint belongs to another run, or to other statistics,
     or has more steps, or no checkpoint is usable.
     """
-    with claim_folder(config):
+    with claim_folder(config.folder, lease=config.lease, dry_run=config.dry_run):
         is_trained = _check_state(config, start, steps, disk_bytes) is not None
         is_ranked = getattr(config, "best_kept", 0) and getattr(config, "keep_best_by", "loss") == "loss"
         for changed in changed_options(config):
@@ -218,26 +218,27 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
         yield
 
 
-def claim_folder(config: JobOptions) -> contextlib.AbstractContextManager[None]:
-    """Hold the run's folder in the block. Raises FileExistsError if a process on any machine holds it."""
-    if mirror_of(config.folder):
-        return _leased(config)
-    return contextlib.nullcontext() if config.dry_run else locked(config.folder)
+def claim_folder(folder: Path, *, lease: bool = True, dry_run: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Hold a folder in the block. Raises FileExistsError if a process on any machine holds it.
+
+    `lease` is as in `JobOptions`. `dry_run` only checks the store.
+    """
+    if mirror_of(folder):
+        return _leased(folder, lease, dry_run)
+    return contextlib.nullcontext() if dry_run else locked(folder)
 
 
 @contextlib.contextmanager
-def _leased(config: JobOptions) -> Iterator[None]:
-    folder = config.folder
-    if config.lease:
+def _leased(folder: Path, lease: bool, dry_run: bool) -> Iterator[None]:
+    if lease:
         _try_conditions(folder)
     else:
         print_safe("Lease        none (--lease=false): two processes with this --output_dir would destroy the run")
-    if config.dry_run:
+    if dry_run:
         yield
         return
     limit_retries()  # an earlier run in this process may have limited them
-    lease = drive(folder) if config.lease else contextlib.nullcontext()
-    with lease, synced(folder, lambda: not is_lost(folder)):
+    with drive(folder) if lease else contextlib.nullcontext(), synced(folder, lambda: not is_lost(folder)):
         yield
     with contextlib.suppress(StorageError):  # the run's own error is more useful
         if not _contents(folder):
